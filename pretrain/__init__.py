@@ -1,2 +1,1 @@
-"""Second floor: models, sample order, loader, augmentation, the training loop and its DeepSpeed
-engine."""
+"""Pretraining: models, sample order, loader, augmentation, training loop, DeepSpeed engine."""

@@ -1,10 +1,17 @@
-"""Parse timm's names of augmentation policies. No torch and no drawing here.
+"""Parse timm's names of augmentation policies, without torch.
 
-RandAugment names are sections joined by dashes: `rand`, then any of m (magnitude, 0-10), n
-(operations per image), p (probability of each), mstd (spread of the magnitude; above 100: uniform
-from 0 to m), mmax (its upper bound), inc (0 or 1: strength grows with the magnitude), tweights
-(weighted choice without repetition). AutoAugment names are `original`, `originalr`, `v0`, `v0r`,
-optionally with mstd, and `cifar10`, which is torchvision's policy.
+RandAugment names are sections joined by dashes: `rand`, then any of
+
+- m: magnitude, 0-10;
+- n: operations per image;
+- p: probability of each operation;
+- mstd: spread of the magnitude; above 100: uniform from 0 to m;
+- mmax: upper bound of the magnitude;
+- inc: 0 or 1; 1: strength grows with the magnitude;
+- tweights: weighted choice without repetition.
+
+AutoAugment names are `original`, `originalr`, `v0`, `v0r`, optionally with mstd, and `cifar10`,
+which is torchvision's policy.
 """
 
 import math
@@ -21,28 +28,27 @@ FULL_MAGNITUDE = 10.0
 @dataclass(frozen=True)
 class PolicyStep:
     name: str
-    """timm's name, such as PosterizeIncreasing or TranslateXRel."""
+    """Name in timm, for example PosterizeIncreasing or TranslateXRel."""
     probability: float
     magnitude: float
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The steps from which each image's operations are drawn."""
+    """The steps from which the operations of each image are drawn."""
 
     steps: tuple[PolicyStep, ...]
     num_layers: int
     """Operations per image."""
     chained: bool = False
-    """True if the steps are chains of `num_layers`, of which one is chosen. Otherwise every layer
-    chooses a step."""
+    """True if one chain of `num_layers` steps is chosen. False if every layer chooses a step."""
     weights: tuple[float, ...] | None = None
-    """Weights of the steps, of which no image gets one twice; None: uniform and independent."""
+    """Weights of the steps, without repetition in an image; None: uniform and independent."""
     magnitude_std: float = 0.0
-    """The spread; inf: uniform from 0 to the magnitude."""
+    """Spread of the magnitude; inf: uniform from 0 to the magnitude."""
     magnitude_max: float = FULL_MAGNITUDE
     nearest: bool = False
-    """True if geometric operations take the nearest pixel."""
+    """True if geometric operations use the nearest pixel."""
 
 
 def parse_policy(text: str) -> Policy:
@@ -106,7 +112,7 @@ def _rand_augment(text: str, given: dict[str, str]) -> Policy:
 
 
 def _sections(text: str, sections: list[str], *, known: tuple[str, ...]) -> dict[str, str]:
-    """Return key -> value."""
+    """Return the value of each key."""
     given: dict[str, str] = {}
     for section in sections:
         match = re.fullmatch(r"t([a-z0-9]+)|([a-z]+)(\d+(?:\.\d+)?)", section)
@@ -115,7 +121,7 @@ def _sections(text: str, sections: list[str], *, known: tuple[str, ...]) -> dict
         )
         if key not in known:
             remedy = (
-                f"write {', '.join(known)}, each with a number, such as {known[0]}0.5"
+                f"write {', '.join(known)}, each with a number, e.g. {known[0]}0.5"
                 if known
                 else "remove it"
             )
@@ -211,5 +217,5 @@ _SEARCHED = {
     "v0": _V0,
     "v0r": _V0.replace("Posterize", "PosterizeIncreasing"),
 }
-"""Ekin D. Cubuk et al., AutoAugment: 25 chains of two operations with probability and magnitude, as
-timm reads them."""
+"""AutoAugment of Ekin D. Cubuk et al.: 25 chains of two operations with probability and magnitude,
+as timm reads them."""

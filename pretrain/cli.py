@@ -1,8 +1,7 @@
-"""Command line of the second floor: `pretrain recommend | train | preview | models | estimate |
-sync | ui`.
+"""Command line `pretrain recommend | train | preview | models | estimate | sync | ui`.
 
-Heavy imports wait until the config is known to be good. Long because the options of all verbs of
-the floor stand here.
+Heavy imports wait until the config is valid. The file is long because it has the options of all
+commands.
 """
 
 import argparse
@@ -59,10 +58,10 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = program(
         "pretrain",
-        description="Pretrains all-MLP vision models with DeepSpeed ZeRO.",
+        description="Pretrain all-MLP vision models with DeepSpeed ZeRO.",
         add_verbs=_add_verbs,
     )
-    # the `deepspeed` launcher passes it; the environment, which it sets as well, counts
+    # the `deepspeed` launcher passes this option; the environment variable counts
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     return parser
 
@@ -80,7 +79,7 @@ pretrain train runs/mine epochs=40"""  # noqa: E501 (a table)
         help="start this many local ranks (torchrun and srun work as well)",
     )
     train.set_defaults(show=False)
-    preview = _add_config(verbs, "preview", _preview, help="draw the images that the model sees")
+    preview = _add_config(verbs, "preview", _preview, help="draw the model's input images")
     example = "configs/pretrain/demo_mlp.yaml dataset=data/mine mixup_alpha=0.8 --out preview.png"
     preview.epilog = f"pretrain preview {example}"
     out = Path("preview.png")
@@ -90,34 +89,33 @@ pretrain train runs/mine epochs=40"""  # noqa: E501 (a table)
     epoch = "epoch whose first images are drawn (default: 0)"
     preview.add_argument("--epoch", type=at_least(0), default=0, help=epoch)
     models = verbs.add_parser(
-        "models", help="list the named models with their parameters, multiply-adds and widths"
+        "models", help="list the named models with their parameters, MACs and widths"
     )
     models.add_argument(
         "--classes",
         type=at_least(1),
-        help="of the head (default: 1000, or 10 for the models of small datasets)",
+        help="classes of the head (default: 1000, or 10 for the models of small datasets)",
     )
     models.add_argument(
-        "--image-size", type=at_least(1), help="in pixels (default: what each is meant for)"
+        "--image-size", type=at_least(1), help="image size in pixels (default: the model's own)"
     )
     models.add_argument(
-        "--match", default="*", metavar="GLOB", help="only such names, for example 'mixer_*'"
+        "--match", default="*", metavar="GLOB", help="list only these names, e.g. 'mixer_*'"
     )
     models.add_argument(
-        "--omega",
-        help="print sizes with this average of connections per layer instead, such as 2^18",
+        "--omega", help="print sizes with this average of connections per layer instead, e.g. 2^18"
     )
     models.add_argument(
         "--gamma",
         type=float,
         default=1.0,
-        help="with --omega: hidden width as a multiple (default: 1, the S-Mixer)",
+        help="hidden width as a multiple, with --omega (default: 1, the S-Mixer)",
     )
     models.add_argument(
-        "--channels", metavar="C,C,...", help="with --omega: print S and m of a mixer for each"
+        "--channels", metavar="C,C,...", help="print S and m of a mixer for each (needs --omega)"
     )
     models.add_argument(
-        "--density", metavar="P,P,...", help="with --omega: print m of a SW-MLP for each"
+        "--density", metavar="P,P,...", help="print m of a SW-MLP for each (needs --omega)"
     )
     models.epilog = "pretrain models --match 'mixer_*'"
     models.set_defaults(run=_models)
@@ -146,13 +144,13 @@ def _add_config(
     verb: argparse.ArgumentParser = verbs.add_parser(name, help=help)
     verb.add_argument(
         "config",
-        help="a YAML file, such as configs/pretrain/demo_mlp.yaml, or the directory of a run",
+        help="YAML file, for example configs/pretrain/demo_mlp.yaml, or directory of a run",
     )
     verb.add_argument(
         "overrides",
         nargs="*",
         default=[],
-        help="key=value, such as optimizer.lr=1e-4, or short lr=1e-4",
+        help="setting to change, for example optimizer.lr=1e-4, or short lr=1e-4",
     )
     verb.set_defaults(run=run, schema="pretrain.config:PretrainSettings")
     return verb
@@ -160,7 +158,7 @@ def _add_config(
 
 def _add_estimate(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("model", help="name from `pretrain models`, or a config of `pretrain train`")
-    verb.add_argument("overrides", nargs="*", default=[], help="key=value, to change a config")
+    verb.add_argument("overrides", nargs="*", default=[], help="settings to change, as key=value")
     nodes = "numbers of nodes to compare (default: 1,2,4,8,16,32)"
     verb.add_argument("--nodes", default="1,2,4,8,16,32", help=nodes)
     counts: dict[str, tuple[int | None, str]] = {
@@ -190,14 +188,14 @@ def _add_estimate(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help=stage)
     verb.epilog = "pretrain estimate mlp_b12_wi1024 --batch 16384 --nodes 1,4,32"
     verb.description = (
-        "Memory and time of a step for each ZeRO stage, and the best number of nodes. For a config,"
-        " also a lower bound of the GPU-hours."
+        "Estimate memory and time of a step for each ZeRO stage, and the best number of nodes. For"
+        " a config, also estimate a lower bound of the GPU-hours."
     )
     verb.set_defaults(run=_estimate)
 
 
 def world_of(options: argparse.Namespace) -> World:
-    """Return the world of the first rank that --ranks starts, else of this process."""
+    """Return the world of the first rank that --ranks starts, otherwise of this process."""
     count = options.ranks
     return World(0, 0, num_ranks=count, num_local_ranks=count) if count else read_world()
 
@@ -215,14 +213,14 @@ def warn_if_enlarged(data: TrainingData, run_dir: str) -> None:
 
 def _train(options: argparse.Namespace) -> int:
     if not options.ranks:
-        StopFlag().install()  # before the long imports: a stop while they last counts
+        StopFlag().install()  # before the long imports, so a stop during them counts
     settings = load_run_settings(PretrainSettings, path=options.config, overrides=options.overrides)
     if options.show:
         print(dump(settings), end="")
         return OK
     run_dir, world = Path(settings.run_dir), world_of(options)
     allow_import(getattr(settings.model, "path", None))
-    code_of(settings.model)  # fails early if there is no such package
+    code_of(settings.model)  # fails early if the package does not exist
     check_settings(run_dir, settings)
     fetch_run(settings, world)
     if (result := finished_result(run_dir, settings)) is not None:
@@ -261,7 +259,8 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> Checkpoint | None:
-    """Return the checkpoint that a run begins with; None if it has one of its own, or none."""
+    """Return the checkpoint that a run begins with; None if the run has its own checkpoint, or no
+    source."""
     source = settings.start_from
     if source is None or list_checkpoints(Path(settings.run_dir)):
         return None
@@ -285,7 +284,7 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
         )
     )
     if differ := differences(there, here, is_free=lambda key, old, new: key == "model.dropout"):
-        problem = f"{source} holds another model ({differ} there)"
+        problem = f"{source} holds another model (it has {differ})"
         fix = "set the same model, or choose another source"
         raise SettingsError("start_from", problem, fix, code="mismatch")
     if world.is_first and LAUNCHED_WITH not in os.environ:
@@ -300,25 +299,25 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
 
 
 def leave(finished: bool, *, run_dir: Path | None, is_first: bool, more: Sequence[str] = ()) -> int:
-    """End this rank at once. Its heartbeat has ended, so no other rank would notice if it died
-    later.
+    """End this rank at once. Its heartbeat has ended, so other ranks would not notice a later
+    death.
 
-    A stopped run exits with 0, too, because result.json shows whether to start it again. SLURM does
-    not read that file: in a job the first rank of a stopped run exits with 130, so jobs that wait
-    with --dependency=afterok do not begin. The other ranks exit with 0, because some sites kill a
-    step at its first bad exit.
+    A stopped run exits with 0, too, because result.json shows if it is finished. SLURM does not
+    read this file. In a job, the first rank of a stopped run therefore exits with 130, so jobs with
+    --dependency=afterok do not begin. The other ranks exit with 0, because some sites kill a step
+    at its first bad exit.
     """
     if is_first and run_dir is not None:
         stopped = "stopped with a checkpoint. Run the same command to resume"
         if not list_checkpoints(run_dir):
-            stopped = "stopped before its first checkpoint; the same command begins anew"
+            stopped = "stopped before its first checkpoint. The same command begins again"
         print("\n".join([f"{run_dir}: {'finished' if finished else stopped}", *more]))
     sys.stdout.flush()
     sys.stderr.flush()
     code = OK if finished or not is_first or "SLURM_JOB_ID" not in os.environ else INTERRUPTED
     os._exit(
         code
-    )  # interpreter shutdown after gloo dies now and then in a destructor (SEEN: 7 of 37 runs)
+    )  # interpreter shutdown after gloo sometimes dies in a destructor (SEEN: 7 of 37 runs)
 
 
 def _preview(options: argparse.Namespace) -> int:
@@ -326,7 +325,7 @@ def _preview(options: argparse.Namespace) -> int:
 
     check_out(options.out)
     settings = load_run_settings(PretrainSettings, path=options.config, overrides=options.overrides)
-    data = load_training_data(settings.data)  # before torch, for the mistakes that it may find
+    data = load_training_data(settings.data)  # before torch, to report errors early
     with doing("loading torch"):
         from pretrain.loop.preview import preview
 
@@ -339,8 +338,8 @@ def _preview(options: argparse.Namespace) -> int:
 
 
 def console() -> "Console":
-    """As wide as the terminal, but never so narrow that a table would lose columns: there its lines
-    wrap."""
+    """Return a console of the terminal's width, but wide enough for all columns of a table (lines
+    then wrap)."""
     from rich.console import Console
 
     return Console(width=max(shutil.get_terminal_size((120, 24)).columns, 100), highlight=False)
@@ -424,7 +423,7 @@ def _estimate(options: argparse.Namespace) -> int:
             code="bad-value",
         )
     if not plan.cost.multiply_adds:
-        problem, fix = "its cost is not known", "choose one of `pretrain models`"
+        problem, fix = "the model's cost is not known", "choose one of `pretrain models`"
         raise UserError("model", problem, fix, code="unsupported")
     print_plan(plan, num_nodes, console())
     if data is not None and not data.settings.stream:

@@ -1,9 +1,9 @@
-"""Every setting of a pretraining run with its default and its meaning. No torch.
+"""Every setting of a pretraining run, with its default and meaning. No torch.
 
 A section checks its own settings. `load_training_data`, `check_against_data` (datasets.py) and
 `check_against_ranks` check them against the dataset and the ranks, before torch is imported.
 
-Long because it has all settings of a training.
+The file is long because it has all settings of a training.
 """
 
 import re
@@ -46,7 +46,7 @@ class Length(NamedTuple):
     unit: Unit
 
     def steps(self, *, global_batch_size: int, num_samples: int) -> int:
-        """Enough steps for the whole length: the last one may reach over its end."""
+        """Return enough steps for the complete length; the last step may exceed it."""
         if self.unit == "steps":
             return int(self.amount)
         return -int(
@@ -57,7 +57,7 @@ class Length(NamedTuple):
 def parse_length(text: str) -> Length:
     form = _FORM.fullmatch(text)
     unit = (form.group(2).rstrip("s") + "s") if form else ""
-    fix = "Write a number and a unit, such as '90 epochs', '5000 steps' or '1_000_000 samples'"
+    fix = "Write a number and a unit, for example '90 epochs', '5000 steps' or '1_000_000 samples'"
     if form is None or unit not in get_args(Unit):
         raise SettingsError("", f"{text!r} is not a length", fix, code="bad-value")
     count = float(form.group(1))
@@ -75,7 +75,7 @@ def _length(value: object) -> object:
 
 def _nonzero(text: str) -> str:
     if parse_length(text).amount == 0:
-        fix = "For never, give a length beyond the end of training"
+        fix = "For never, write a length beyond the end of training"
         raise SettingsError("", f"{text!r} is not an interval", fix, code="bad-value")
     return text
 
@@ -90,59 +90,58 @@ _WINDOW = re.compile(r"steps (\d[\d_]*)-(\d[\d_]*)")
 
 
 def parse_window(text: str) -> range:
-    """Return the steps of a window. They count from 1."""
+    """Return the steps of a window. Steps count from 1."""
     form = _WINDOW.fullmatch(text)
     steps = range(int(form[1]), int(form[2]) + 1) if form else range(0)
     if not steps or not steps[0]:
-        fix = "Write 'steps FIRST-LAST', such as 'steps 20-25'; the first step is 1"
+        fix = "Write 'steps FIRST-LAST', for example 'steps 20-25'; the first step is 1"
         raise SettingsError("", f"{text!r} is not a window", fix, code="bad-value")
     return steps
 
 
 def _kept_out(remedy: str) -> AfterValidator:
-    """Reject secrets in an address, which config.yaml, MLflow and model cards record."""
+    """Reject secrets in an address, because config.yaml, MLflow and model cards record it."""
     return AfterValidator(partial(without_secrets, remedy=remedy))
 
 
-_ELSEWHERE = "give it in data.storage (params={NAME: VALUE} of http), or in a list as a variable"
+_ELSEWHERE = "set it in data.storage (params={NAME: VALUE} of http), or in a list as a variable"
 Address = Annotated[str, _kept_out(_ELSEWHERE), PlainSerializer(recorded, return_type=str)]
-"""No dump of the settings holds a command."""
+"""Address of a dataset. Stored settings never contain a command."""
 _OF_REMOTE = (
-    "give credentials in checkpoint.remote_storage, or where the store's own tools have them"
+    "set credentials in checkpoint.remote_storage, or in the configuration of the bucket's tools"
 )
 OF_SERVER = (
-    "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (of a database its own, such as"
-    " PGPASSWORD)"
+    "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (a database has its own variables,"
+    " for example PGPASSWORD)"
 )
 
 
 class MixedDataset(Settings):
-    """A further dataset to train on."""
+    """An additional dataset to train on."""
 
     dataset: Address = Field(examples=["data/more"])
     """Directory or URL of a dataset that `data_prep build` or `index` has finished."""
     split: str = "train"
     """Training split of this dataset."""
     weight: float | None = Field(None, ge=1e-6, le=1000, examples=[0.5])
-    """Fraction of the samples from this dataset, relative to the weights of the others."""
+    """Weight of the samples from this dataset, relative to the weights of the other datasets."""
 
 
 class ReadingSettings(Settings):
-    """A dataset that is read, and where its shards are kept if they are remote: how the section
-    `data` of every verb begins."""
+    """Dataset to read, and cache for remote shards: the first settings of every section `data`."""
 
     dataset: Address = Field(examples=["data/mine"])
-    """Directory or URL of a dataset that `data_prep build` or `index` has finished, such as
+    """Directory or URL of a dataset that `data_prep build` or `index` has finished, for example
     data/mine or gs://bucket/mine."""
     cache_dir: str | None = Field(None, examples=["/scratch/shards"])
     """Directory for copies of remote shards, shared by the ranks and jobs of a node (default: in
-    the system's temporary directory), and for the index of a remote dataset (default:
+    the system's temporary directory). It also holds the index of a remote dataset (default:
     ~/.cache/wide-mlps)."""
     cache_gb: float = Field(50, gt=0)
     """Size limit of the shard cache in GB. The least recently used shards are removed."""
     storage: dict[str, Any] = Field(default_factory=dict, exclude=True, examples=[{"anon": True}])
-    """Options for fsspec, such as {anon: true} or {endpoint_url: ...} for s3. They may be secrets
-    and are never stored."""
+    """Options for fsspec, for example {anon: true} or {endpoint_url: ...} for s3. They may be
+    secrets and are never stored."""
 
     @property
     def directory(self) -> Path:
@@ -154,15 +153,15 @@ class ReadingSettings(Settings):
 
 
 class PixelOrder(Settings):
-    """Order of the pixels, in a training and on its model card."""
+    """Order of the pixels, in a training and in its checkpoint metadata."""
 
     example_with: ClassVar = {"permute": "{}pixel_permutation=0"}
     pixel_permutation: int | None = Field(None, ge=0, examples=[0])
     """Seed of one random order of the pixels, used in training and in every later use of the
-    weights. An MLP's task stays the same; a Mixer's does not."""
+    weights. An MLP's task stays the same; a Mixer's task does not."""
     permute: Literal["after", "before"] = "after"
-    """after: permute augmented images. before: augment permuted images, so crops and flips do not
-    know neighbors."""
+    """Time of the permutation. after: permute augmented images. before: augment permuted images, so
+    neighbors in crops and flips are unrelated."""
 
     @model_validator(mode="after")
     def _order_exists(self) -> Self:
@@ -176,7 +175,7 @@ _ALSO_OF_A_STREAM = ("channel_mean", "channel_std", "label", "image_member", "ev
 
 
 def _stream_without(setting: str) -> str:
-    """The words that make a config one of a stream, next to `setting`."""
+    """Return an example of a stream's settings without `setting`."""
     needed = (
         _OF_A_STREAM
         | {"image_size": "64"}
@@ -186,16 +185,16 @@ def _stream_without(setting: str) -> str:
 
 
 class StreamSettings(Settings):
-    """Stock WebDataset shards that are trained on as they come, through the package webdataset."""
+    """Stock WebDataset shards, read in order through the package webdataset."""
 
     example_with: ClassVar = {
         name: _stream_without(name) for name in (*_OF_A_STREAM, *_ALSO_OF_A_STREAM)
     }
     stream: bool = False
-    """Train on WebDataset shards without an index. `dataset` is then a list as webdataset takes it:
+    """Train on WebDataset shards without an index. `dataset` is then a list in webdataset's syntax:
     paths, URLs and `pipe:` commands (run by a shell), with {000..146} and `::`. A stream has no
     exact resume and no global shuffle. Stored configs have only a command's program and hash, so
-    give the command again to resume."""
+    write the command again to resume."""
     num_classes: int | None = Field(None, ge=2, le=1 << 20, examples=[1000])
     """Number of classes of a stream. Its labels are smaller numbers, from 0."""
     samples_per_epoch: int | None = Field(None, ge=1, examples=[1281167])
@@ -208,13 +207,13 @@ class StreamSettings(Settings):
     label: str = Field(
         "cls", pattern=r"^(cls|txt|json:[^.]+(\.[^.]+)*)$", examples=["json:meta.label"]
     )
-    """Place of the label in a stream. cls: the number in KEY.cls. txt: KEY.txt.
-    json:FIELD.SUBFIELD: KEY.json. If `eval_dataset` is set, a class name is valid, too."""
+    """Label member of a stream. cls: the number in KEY.cls. txt: KEY.txt. json:FIELD.SUBFIELD:
+    KEY.json. If `eval_dataset` is set, a class name is valid, too."""
     image_member: str | None = Field(None, examples=["rgb.png"])
     """Extension of the image in a stream, if a sample has several images."""
     shuffle_buffer: int = Field(1000, ge=0)
     """Size of a stream's shuffle buffer on each rank, in undecoded samples. data.shuffle=none keeps
-    their order."""
+    the stream's order."""
     eval_dataset: Address | None = Field(None, examples=["data/theirs"])
     """Indexed dataset with `eval_split`, because evaluations cannot use a stream."""
 
@@ -230,33 +229,33 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
     extra_datasets: tuple[MixedDataset, ...] = Field((), examples=[[{"dataset": "data/more"}]])
     """More datasets to train on. Evaluations use only `dataset`."""
     weight: float | None = Field(None, ge=1e-6, le=1000, examples=[2.0])
-    """Number of samples drawn from `dataset`, relative to the weights in `extra_datasets`. Default:
+    """Weight of the samples from `dataset`, relative to the weights in `extra_datasets`. Default:
     all samples are equally frequent."""
     shuffle: Shuffle = "full"
-    """full: shuffle the complete epoch. block: shuffle blocks of neighboring samples, for slow
-    disks. none: keep the stored order."""
+    """Order of samples. full: shuffle the complete epoch. block: shuffle blocks of neighboring
+    samples, for slow disks. none: keep the stored order."""
     block_size: int = Field(1024, ge=1)
     """Number of neighboring samples that block shuffle reads together."""
     window_blocks: int = Field(16, ge=1)
     """Number of blocks that block shuffle mixes with each other."""
     canonical_streams: int = Field(1, ge=1)
-    """Number of ranges of shards, each with an order of its own, from which every batch takes equal
-    parts. Set it to the largest number of nodes, or a multiple: each node then reads only its own
-    ranges in every epoch. The batches do not depend on the number of nodes. If a node's cache is
-    smaller than its ranges, add data.shuffle=block with the samples of a shard as block_size. 1:
-    one order of all samples."""
+    """Number of ranges of shards, each with its own order. Every batch takes equal parts from all
+    ranges. Set it to the largest number of nodes, or a multiple: each node then reads only its own
+    ranges. The batches do not depend on the number of nodes. If a node's cache is smaller than its
+    ranges, add data.shuffle=block with the samples of a shard as block_size. 1: one order of all
+    samples."""
     last_batch: LastBatch = "carry"
-    """Last batch of an epoch that is not a multiple of the batch size. carry: fill it from the next
-    epoch, so nothing is lost. drop: skip it. pad: repeat samples of the epoch."""
+    """Last batch of an epoch that is not a multiple of the batch size. carry: fill the batch from
+    the next epoch. drop: skip the batch. pad: repeat samples of the epoch."""
     image_size: int | None = Field(None, ge=8, le=1024, examples=[64])
     """Input size of the model in pixels (default: the dataset's)."""
     max_bad_fraction: float = Field(0.001, ge=0, le=1)
     """Largest fraction of an epoch's samples that may fail to decode before the run stops. Other
     samples replace them."""
     verify_hashes: Literal["on_first_read", "never"] = "on_first_read"
-    """on_first_read: hash each shard once per run, in the background, and stop at the first shard
-    that differs from its manifest. Checkpoints do not wait for the hashes. never: do not hash
-    shards that are read in place."""
+    """Hash check of shards. on_first_read: hash each shard once per run, in the background, and
+    stop at the first shard that differs from its manifest. Checkpoints do not wait for the hashes.
+    never: do not hash shards that are read in place."""
     stage_dir: str | None = Field(None, examples=["/scratch"])
     """Directory on each node's own disk, to which shards are copied before training reads them. If
     space is short, training warns and reads the original shards. Remote shards use `cache_dir`."""
@@ -268,7 +267,7 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
             raise SettingsError(
                 "data.weight",
                 "some datasets have a weight and others have none",
-                "give one to `dataset` and to each of data.extra_datasets, or to none",
+                "set a weight for `dataset` and for each of data.extra_datasets, or for none",
                 code="conflict",
             )
         is_single = not self.extra_datasets, "data.extra_datasets=[]"
@@ -291,8 +290,8 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
             if getattr(self, name) is None:
                 raise SettingsError(
                     f"data.{name}",
-                    "a stream does not say it",
-                    f"set data.{name}, such as {example}",
+                    "a stream has no default",
+                    f"set data.{name}, for example {example}",
                     code="missing-value",
                 )
         if (self.eval_split is None) != (self.eval_dataset is None):
@@ -301,15 +300,15 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
                 f" {self.eval_dataset or 'null'}"
             )
             why = (
-                "only an indexed dataset can be evaluated on, so set both,"
-                " or data.eval_split=null alone"
+                "only an indexed dataset can be evaluated, so set both settings, or only"
+                " data.eval_split=null"
             )
             raise SettingsError("data.eval_split", fault, why, code="conflict")
         return self
 
     @property
     def datasets(self) -> tuple[str, ...]:
-        """The datasets that are read."""
+        """Names of all training datasets."""
         of_evaluation = () if self.eval_dataset is None else (self.eval_dataset,)
         return (
             of_evaluation
@@ -323,41 +322,41 @@ class AugmentSettings(Settings):
     or CutMix."""
 
     crop_scale: tuple[float, float] | None = Field(None, examples=[[0.4, 1.0]])
-    """Area of random resized crops as fractions of the image, such as [0.4, 1.0]; null takes the
+    """Area of random resized crops as fractions of the image, for example [0.4, 1.0]. null: use the
     complete image, or its central square if it was built with crop=full."""
     crop_ratio: tuple[float, float] = (0.75, 1.3333333333333333)
     """Smallest and largest aspect ratio (width / height) of random resized crops."""
     crop_interpolation: Interpolation | None = Field(None, examples=["bicubic"])
-    """Filter for crops and plain images. bilinear and bicubic are antialiased. area is OpenCV's
-    INTER_AREA, as in FFCV. random draws bilinear or bicubic per image, as timm does, and takes
-    bicubic for plain images. Default: the checkpoint's filter, else bilinear."""
+    """Filter for crops and evaluation images. bilinear and bicubic are antialiased. area is
+    OpenCV's INTER_AREA, as in FFCV. random draws bilinear or bicubic per image, as timm does, and
+    uses bicubic for evaluation. Default: the checkpoint's filter, otherwise bilinear."""
     eval_crop: float | None = Field(None, gt=0, le=1, examples=[0.875])
-    """Central fraction of the image's side that evaluation sees (timm's crop_pct): 0.875 is 224 of
-    256 px. Default: the checkpoint's, else 1."""
+    """Central fraction of the image's side used in evaluation (timm's crop_pct): 0.875 is 224 of
+    256 px. Default: the checkpoint's, otherwise 1."""
     crop_padding: int = Field(0, ge=0, le=1024)
-    """Pixels of padding on each side before a crop of the stored size (recipes for 32 px use 4); 0
-    is off. Images of crop=full stay squashed."""
+    """Pixels of padding on each side before a crop of the stored size (recipes for 32 px use 4). 0:
+    off. Images of crop=full stay squashed."""
     padding_mode: PaddingMode = "constant"
-    """Padding: constant is black, reflect mirrors the image."""
+    """Padding. constant: black. reflect: mirror the image."""
     flip_probability: float = Field(0.5, ge=0, le=1)
     """Probability of a horizontal flip."""
     auto_augment: str | None = Field(None, examples=["rand-m9-mstd0.5-inc1"])
-    """Policy by timm's name: rand-m9-mstd0.5-inc1 and its family (m, n, p, mstd, mmax, inc,
-    tweights), original, originalr, v0, v0r; or cifar10, torchvision's policy for CIFAR."""
+    """Augmentation policy by timm's name: rand-m9-mstd0.5-inc1 and its family (m, n, p, mstd, mmax,
+    inc, tweights), original, originalr, v0, v0r. cifar10 is torchvision's policy for CIFAR."""
     erase_probability: float = Field(0.0, ge=0, le=1)
     """Probability of random erasing; 0 is off."""
     erase_mode: EraseMode = "pixel"
     """Fill of erased blocks. const: mean color. rand: one random color. pixel: noise."""
     erase_count: int = Field(1, ge=1, le=100)
-    """Largest number of erased blocks per image. They share the area of one block."""
+    """Largest number of erased blocks per image. They divide the area of one block."""
     mixup_alpha: float = Field(0.0, ge=0)
     """MixUp with lambda ~ Beta(alpha, alpha) between images of a batch; 0 is off."""
     cutmix_alpha: float = Field(0.0, ge=0)
     """CutMix with lambda ~ Beta(alpha, alpha) between images of a batch; 0 is off."""
     mixup_pairing: MixupPairing = "adjacent"
-    """adjacent: mix images 1 and 2, 3 and 4, and so on, with one lambda per pair. ffcv: mix each
-    image with the previous image of the global batch, with one lambda per batch, as FFCV and the
-    code of Scaling MLPs do."""
+    """Partners of mixed images. adjacent: mix images 1 and 2, 3 and 4, and so on, with one lambda
+    per pair. ffcv: mix each image with the previous image of the global batch, with one lambda per
+    batch (FFCV and the code of Scaling MLPs)."""
     mix_probability: float = Field(1.0, ge=0, le=1)
     """Probability that a pair (or batch) is mixed."""
     switch_probability: float = Field(0.5, ge=0, le=1)
@@ -384,7 +383,7 @@ class AugmentSettings(Settings):
 
     @property
     def is_crop_flip_mixup(self) -> bool:
-        """True if one pass over the images does everything."""
+        """True if one pass over the images is enough."""
         others = self.crop_padding or self.auto_augment or self.erase_probability > 0
         return (
             not others
@@ -402,17 +401,17 @@ class AugmentSettings(Settings):
 
     @property
     def plain_filter(self) -> Filter:
-        """Filter for images that are not augmented."""
+        """Filter for images without augmentation."""
         chosen = self.crop_interpolation
         return "bicubic" if chosen == "random" else chosen or "bilinear"
 
     @property
     def plain_crop(self) -> float:
-        """Central fraction of the side of images that are not augmented."""
+        """Central fraction of the side, for images without augmentation."""
         return self.eval_crop or 1.0
 
     def fed_as(self, filter_: Filter, eval_crop: float) -> Self:
-        """Return these settings with the filter and crop of a checkpoint, unless they have them."""
+        """Return these settings with a checkpoint's filter and crop as defaults."""
         own: dict[str, Any] = {"crop_interpolation": self.crop_interpolation or filter_}
         if eval_crop != 1:
             own["eval_crop"] = self.eval_crop or eval_crop
@@ -420,7 +419,7 @@ class AugmentSettings(Settings):
 
     @property
     def recipe(self) -> str:
-        """The settings that differ from no augmentation, as in a config."""
+        """Describe the augmentation by its settings, as in a config."""
         plain = AugmentSettings(flip_probability=0).fed_as("bilinear", 1.0).model_dump(mode="json")
         fed = self.fed_as("bilinear", 1.0).model_dump(mode="json")
         return (
@@ -430,7 +429,7 @@ class AugmentSettings(Settings):
 
     @property
     def mixing(self) -> dict[str, str]:
-        """The active ways to mix images, with the setting that turns each off."""
+        """Active ways to mix images, each with the setting that turns it off."""
         ways = {
             "MixUp": ("mixup_alpha", self.mixup_alpha),
             "CutMix": ("cutmix_alpha", self.cutmix_alpha),
@@ -449,22 +448,23 @@ class OptimizerSettings(Settings):
     lr: float = Field(1e-4, gt=0)
     """Learning rate after the warm-up, before the schedule decays it."""
     weight_decay: float = Field(1e-3, ge=0)
-    """Decoupled weight decay: a step's decay is proportional to the learning rate, not to the
+    """Decoupled weight decay. The decay of a step is proportional to the learning rate, not to the
     gradient."""
     decay: Literal["matrices", "all"] = "matrices"
-    """matrices: decay only matrices. all: also norms and biases, as in the code of Scaling MLPs."""
+    """Weights to decay. matrices: only matrices. all: also norms and biases, as in the code of
+    Scaling MLPs."""
     betas: tuple[float, float] | None = Field(None, examples=[[0.9, 0.99]])
     """Momentum coefficients (default: 0.9, 0.99 for lion; 0.9, 0.999 for adamw)."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum (SGD only)."""
     nesterov: bool = True
-    """Use Nesterov momentum (SGD only). The Mixer paper uses it; the code of Scaling MLPs does
+    """Use Nesterov momentum (SGD only), as the Mixer paper does. The code of Scaling MLPs does
     not."""
     head_lr_scale: float = Field(1.0, gt=0)
-    """Learning rate of the classifier as a multiple of the body's."""
+    """Learning rate of the classifier as a multiple of the body's learning rate."""
     layer_decay: float = Field(1.0, gt=0, le=1)
     """Learning rate of each layer as a multiple of the next layer's, from the last block to the
-    stem; 1 is off."""
+    stem. 1: off."""
 
     @model_validator(mode="after")
     def _betas_fit(self) -> "OptimizerSettings":
@@ -479,7 +479,7 @@ class OptimizerSettings(Settings):
             raise SettingsError(
                 "optimizer.betas",
                 f"{list(self.betas)} is not valid",
-                "each must be in [0, 1), such as [0.9, 0.99]",
+                "each must be in [0, 1), for example [0.9, 0.99]",
                 code="bad-value",
             )
         return self
@@ -488,25 +488,25 @@ class OptimizerSettings(Settings):
 class ScheduleSettings(Settings):
     example_with: ClassVar = {"warmup_from": "{}warmup='5 epochs'", "cooldown": "{}name=wsd"}
     name: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    """Learning rate after the warm-up. constant: unchanged. cosine, linear: decays to final_lr. wsd
+    """Learning rate after the warm-up. constant: unchanged. cosine, linear: decay to final_lr. wsd
     (warm-up, stable, decay): constant, then linear decay during the cooldown."""
     warmup: Duration = Field("0 steps", examples=["5 epochs"])
-    """Linear warm-up to optimizer.lr. A warm-up that is not shorter than the run becomes a tenth of
-    the run."""
+    """Length of the linear warm-up to optimizer.lr. If it is not shorter than the run, a tenth of
+    the run is used."""
     warmup_from: float | None = Field(None, ge=0, examples=[1e-06])
     """Learning rate of the first step (default: optimizer.lr divided by the warm-up's steps)."""
     final_lr: float = Field(0.0, ge=0)
     """Last learning rate of cosine, linear and wsd."""
     cooldown: Duration = Field("0 steps", examples=["10 epochs"])
     """Last part of train.duration, in which wsd decays the learning rate. Runs of several lengths
-    share the stable part: see start_from."""
+    can share the stable part (see start_from)."""
 
 
 def _number_or_auto(value: object) -> object:
-    """The two forms have one message: pydantic would have one for each."""
+    """Check both forms with one message; pydantic would print one for each."""
     if value in (None, "auto") or (type(value) is int and value >= 1):
         return value
-    fix = "Give a whole number from 1, or auto"
+    fix = "Write a whole number from 1, or auto"
     raise SettingsError("", f"{value!r} is not valid", fix, code="bad-value")
 
 
@@ -516,12 +516,13 @@ class TrainSettings(Settings):
     duration: Duration
     """Length of the training. epochs=N on the command line means duration='N epochs'."""
     global_batch_size: int = Field(1024, ge=1)
-    """Samples of one optimizer step, over all ranks."""
+    """Number of samples of one optimizer step, over all ranks."""
     local_batch_size: Annotated[int | Literal["auto"] | None, BeforeValidator(_number_or_auto)] = (
         Field(None, examples=["auto", 64])
     )
-    """Samples per rank and micro-batch (default: all of a rank's samples at once). auto: as many as
-    fit into memory, measured when the run begins. The global batch does not change."""
+    """Number of samples per rank and micro-batch (default: all of a rank's samples at once). auto:
+    the largest number that fits into memory, measured when the run begins. The global batch does
+    not change."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Fraction of the target that is spread over all classes; 0 is off."""
     seed: int = Field(0, ge=0)
@@ -536,10 +537,10 @@ class TrainSettings(Settings):
     loader_threads: int | None = Field(None, ge=1, examples=[4])
     """Threads that decode images, per rank (default: the rank's cores)."""
     prefetch_batches: int = Field(4, ge=1)
-    """Batches that are loaded ahead."""
+    """Number of batches to load ahead."""
     ema_decay: float | None = Field(None, gt=0, lt=1, examples=[0.9999])
-    """Decay of a moving average of the weights, such as 0.9999, which is evaluated and published
-    instead of the weights."""
+    """Decay of a moving average of the weights, for example 0.9999. The average is evaluated and
+    published instead of the weights."""
 
 
 class PassSettings(RanksSettings):
@@ -548,8 +549,8 @@ class PassSettings(RanksSettings):
     gradient_clip_norm: float = Field(0.0, ge=0)
     """Largest norm of the gradient; 0 is off."""
     activation_checkpointing: bool = False
-    """Keep only each block's input and recompute the rest in the backward pass: less memory, about
-    a third more compute."""
+    """Keep only each block's input and recompute the rest in the backward pass. This needs less
+    memory and about a third more compute."""
     compile: bool = False
     """Compile the model block by block with torch.compile. The first step takes a minute or more;
     later steps are faster on GPUs, and hardly on CPUs."""
@@ -558,16 +559,16 @@ class PassSettings(RanksSettings):
 class EngineSettings(PassSettings):
     example_with: ClassVar = {"cuda_graphs": "{}compile=true {}zero_stage=0"}
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """What ZeRO shards over the ranks. 0: nothing. 1: the optimizer's state. 2: also the gradients.
-    3: also the weights."""
+    """State that ZeRO shards over the ranks. 0: nothing. 1: the optimizer's state. 2: also the
+    gradients. 3: also the weights."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
     """Precision of the passes. tf32: fp32 with products that GPUs round to ten bits. fp16: dynamic
     loss scale; steps that overflow are skipped."""
     cuda_graphs: bool = False
-    """Record the passes once and replay them, for small models on GPUs. Needs `compile`, stage 0
-    and one micro-batch per step. Not yet run on a GPU."""
+    """Record the passes once and replay them, for small models on GPUs. This needs `compile`, stage
+    0 and one micro-batch per step. Not yet run on a GPU."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """State in the memory of the node instead of the GPU. optimizer: the optimizer's state and
+    """State to keep in the node's memory instead of the GPU. optimizer: the optimizer's state and
     update (stages 1 to 3). all: also the weights (stage 3)."""
 
     @model_validator(mode="after")
@@ -591,7 +592,7 @@ class CheckpointSettings(Settings):
     """Number of newest checkpoints to keep. If the newest is damaged, training resumes from the
     previous one."""
     keep_every: Cadence | None = Field(None, examples=["50 epochs"])
-    """Interval of checkpoints that are kept forever, such as 50 epochs."""
+    """Interval of checkpoints that are kept forever, for example 50 epochs."""
     milestones: tuple[Duration, ...] = Field((), examples=[["50 epochs", "100 epochs"]])
     """Training lengths at which a checkpoint is made and kept forever. RUN@50epochs selects it. If
     the learning rate is constant, it equals the last checkpoint of a run of that length, bit for
@@ -602,7 +603,7 @@ class CheckpointSettings(Settings):
     remote: Annotated[str, _kept_out(_OF_REMOTE)] | None = Field(
         None, examples=["s3://bucket/runs/mine"]
     )
-    """A folder in a bucket (s3, gs, az, file) for this run only. Checkpoints, event log and config
+    """Folder in a bucket (s3, gs, az, file) for this run only. Checkpoints, event log and config
     are uploaded in the background. Each attempt fetches the newest complete checkpoint, so run_dir
     may be on each node's own disk."""
     remote_storage: dict[str, Any] = Field(
@@ -612,7 +613,7 @@ class CheckpointSettings(Settings):
     grace_s: float = Field(30.0, ge=1)
     """Seconds from SIGTERM until this process is killed (Kubernetes: 30, most spot offers: 120). A
     stopped run waits that long for the upload of its last checkpoint. If the upload is incomplete,
-    the next attempt on another disk resumes from an earlier checkpoint."""
+    an attempt on another disk resumes from an earlier checkpoint."""
 
     @model_validator(mode="after")
     def _remote_is_a_bucket(self) -> Self:
@@ -625,7 +626,7 @@ class CheckpointSettings(Settings):
             fix = "Remove the part that begins with ?"
             raise UserError(field, "an address has no query", fix, code="bad-value")
         is_named = self.remote is not None or "remote" in self.model_fields_set
-        check_needs(self, "checkpoint", {"remote_storage": (is_named, field)})  # null: without it
+        check_needs(self, "checkpoint", {"remote_storage": (is_named, field)})  # null: no remote
         return self
 
 
@@ -637,13 +638,13 @@ class TrackingSettings(Settings):
     uri: Annotated[str, _kept_out(OF_SERVER)] | None = Field(
         None, examples=["sqlite:///runs/mlflow.db"]
     )
-    """MLflow database or server (default: MLFLOW_TRACKING_URI, else mlflow.db next to the run
+    """MLflow database or server (default: MLFLOW_TRACKING_URI, otherwise mlflow.db next to the run
     directory)."""
     sinks: tuple[SinkName, ...] = Field((), examples=[["tensorboard"]])
     """Other tools whose files are written to RUN/tracking during the run. `pretrain sync RUN --to`
     writes them later."""
     peak_teraflops: float | None = Field(None, gt=0, examples=[312.0])
-    """Peak TFLOP/s of a rank's device, for MFU (default: from its data sheet, else measured)."""
+    """Peak TFLOP/s of a rank's device, for MFU (default: from its data sheet, or measured)."""
 
     @model_validator(mode="after")
     def _sinks_can_be_written(self) -> Self:
@@ -657,7 +658,7 @@ class TrainingTracking(TrackingSettings):
         Field(None, examples=["steps 20-25"])
     )
     """Steps that each rank traces to RUN/profile, for Perfetto. Traced steps are slower; the
-    weights do not change. After a resume, earlier steps are skipped."""
+    weights do not change. A resume skips earlier steps."""
 
 
 def check_installed(*sinks: str) -> None:
@@ -680,10 +681,11 @@ class TrainingSettings(Settings):
 
     run_dir: str = Field(examples=["runs/mine"])
     """Directory of the run, with checkpoints, event log and resolved config. The same command
-    resumes it."""
+    resumes the run."""
     resume: Resume = "auto"
-    """auto: resume if there is a checkpoint. must: fail without a checkpoint. never: fail if there
-    is one. changed_code: the same as auto, even if the code of model.import has changed."""
+    """Rule for a resume. auto: resume if there is a checkpoint. must: fail without a checkpoint.
+    never: fail if there is one. changed_code: as auto, even if the code of model.import has
+    changed."""
     data: DataSettings
     augment: AugmentSettings = AugmentSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
@@ -739,7 +741,7 @@ class PretrainSettings(TrainingSettings):
     of_verb = "pretrain train"
     start_from: str | None = Field(None, examples=["runs/mine"])
     """Run or folder of weights of the same model to begin with. The head is included if the classes
-    are the same. RUN@50epochs continues with the optimizer and the position in the data: a branch
+    are the same. RUN@50epochs also continues the optimizer and the position in the data: a branch
     with another schedule or length. A resume does not read it again."""
     model: Annotated[
         ModelSpec,
@@ -767,7 +769,7 @@ def check_schedule(schedule: ScheduleSettings, lr: float, *, field: str = "optim
     }
     check_needs(schedule, "schedule", needs)
     if is_wsd and not cools:
-        problem, fix = "wsd needs a cooldown", "set it, such as '10 epochs'"
+        problem, fix = "wsd needs a cooldown", "set it, for example '10 epochs'"
         raise SettingsError("schedule.cooldown", problem, fix, code="conflict")
     if first_lr is not None and first_lr > lr:
         raise SettingsError(
@@ -779,8 +781,8 @@ def check_schedule(schedule: ScheduleSettings, lr: float, *, field: str = "optim
 
 
 def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_ranks: int) -> int:
-    """The local batch size on this many ranks; where it is auto, the rank's share, of which a
-    divisor will be chosen."""
+    """Return the local batch size on this many ranks. For auto, return the rank's part of the
+    batch; a divisor is chosen later."""
     whole = train.global_batch_size
     if whole % num_ranks:
         low, high = whole // num_ranks * num_ranks, -(-whole // num_ranks) * num_ranks
@@ -788,20 +790,20 @@ def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_r
         raise SettingsError(
             "train.global_batch_size",
             f"{whole} does not split over {num_ranks} ranks",
-            f"the nearest that does is {near}",
+            f"the nearest valid size is {near}",
             code="conflict",
         )
     share = whole // num_ranks
     local = train.local_batch_size if isinstance(train.local_batch_size, int) else share
     if share % local:
         fault = (
-            f"{local} does not divide a rank's share of {share} (global_batch_size {whole} on"
+            f"{local} does not divide a rank's part of {share} (global_batch_size {whole} on"
             f" {num_ranks} ranks)"
         )
         raise SettingsError(
             "train.local_batch_size",
             fault,
-            f"the nearest that does is {nearest_divisor(share, local)}",
+            f"the nearest valid size is {nearest_divisor(share, local)}",
             code="bad-value",
         )
     if augment.mixes_pairs and local % 2:

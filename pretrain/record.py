@@ -8,10 +8,10 @@ and model cards read the record; nothing guesses it from settings.
      "parents": [{"run": "../mlp-64", "checkpoint": 120, "sha256": "...",
                   "record": {"task": "pretrain", ...}}]}
 
-A parent is the run whose weights this run began with. Its path is relative to the run, so both can
-move together; a name on the hub is kept as it is. `checkpoint` is the step of the weights, `sha256`
-their hash, and `record` is the parent's record without its own parents, or null for weights
-without a record.
+A parent is the run whose weights this run began with. Its path is relative to the run, so you can
+move both together; a name on the hub is kept unchanged. `checkpoint` is the step of the weights,
+and `sha256` their hash. `record` is the parent's record without its own parents, or null for
+weights without a record.
 """
 
 import os
@@ -79,7 +79,7 @@ def write_record(
     weights: "Checkpoint | None",
     code: str = "",
 ) -> None:
-    """Write the record of a run that begins. A run that resumes keeps its record."""
+    """Write the record of a new run. A resumed run keeps its record."""
     if (run_dir / RECORD).exists():
         return
     parents: tuple[Parent, ...] = ()
@@ -94,7 +94,7 @@ def write_record(
 
 
 def read_record(run_dir: Path) -> RunRecord | None:
-    """Return the record of a run with absolute paths of its parents; None if there is none."""
+    """Return the record of a run with absolute paths of its parents; None if it has no record."""
     path = run_dir / RECORD
     try:
         record = TypeAdapter(RunRecord).validate_json(path.read_bytes())

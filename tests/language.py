@@ -18,7 +18,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parent.parent
 CEILINGS = {
     "data_prep": 0,
-    "pretrain": 179,
+    "pretrain": 0,
     "finetune": 29,
     "analysis": 48,
     "cluster": 0,
@@ -97,7 +97,7 @@ def violations_of(path: Path) -> Iterator[tuple[int, str, str]]:
     source = path.read_text()
     texts = texts_of_markdown if path.suffix == ".md" else texts_of_python
     for line, text, is_docstring in texts(source):
-        plain = re.sub(r"`[^`]*`", "", text)
+        plain = re.sub(r"`[^`]*`|\S*/\S*", "", text)  # without code and paths
         for found in BANNED.finditer(plain):
             yield line, "banned word", found[0]
         for sentence in sentences_of(text):

@@ -1,11 +1,13 @@
 """Turn stored uint8 images into normalized float images on the training device, in batches.
 
-The order is timm's: crop, flip, auto-augment (in whole levels, as PIL), normalize, random erasing,
-MixUp or CutMix. All random numbers are hashes of (seed, epoch, sample) or of the mixed pair, so
-images do not depend on rank, worker or resume: bit for bit in whole levels, and within the rounding
-of a matrix product otherwise. The papers' recipe (crop, flip, MixUp, normalize) is one pass:
-compiled loops on a CPU (on_cpu.py), a kernel on a GPU (on_gpu.py). The kernel also resizes for
-other recipes.
+The order is timm's: crop, flip, auto-augment (in integer levels, as PIL), normalize, random
+erasing, MixUp or CutMix. All random numbers are hashes of (seed, epoch, sample) or of the mixed
+pair, so images do not depend on rank, worker or resume. Integer levels agree bit for bit, other
+images within the rounding of a matrix product.
+
+The papers' recipe (crop, flip, MixUp, normalize) is one pass: compiled loops on a CPU (on_cpu.py),
+a kernel on a GPU (on_gpu.py). The kernel also resizes for other recipes.
+
 B batch, H/W height and width in, O out, C colors.
 """
 
@@ -45,14 +47,14 @@ IN_PLACE = PixelOrder()
 
 
 def pixel_order(seed: int, *, size: int) -> Tensor:
-    """Return the source place of each pixel of a square image."""
+    """Return the source position of each pixel of a square image."""
     return torch.from_numpy(
         np.argsort(hash64(seed, int(Purpose.PIXELS), np.arange(size**2)), kind="stable")
     )
 
 
 def kernels() -> ModuleType:
-    """Import the GPU's kernels, and with them Triton."""
+    """Import the GPU kernels and Triton."""
     from pretrain.augment import on_gpu
 
     return on_gpu
@@ -73,7 +75,7 @@ class Prepared:
     labels_B: Tensor
     other_labels_B: Tensor | None = None
     weight_B: Tensor | None = None
-    """Fraction of `labels_B`; the rest belongs to `other_labels_B`."""
+    """Fraction of `labels_B`; the rest is for `other_labels_B`."""
 
 
 class Augmentation:
@@ -237,8 +239,7 @@ class Augmentation:
         return Prepared(self._normalise(pictures).to(self.dtype), self._move(batch.labels_B))
 
     def _plain_boxes(self, batch: Batch, *, fraction: float) -> tuple[Boxes, Flags | None]:
-        """Return the central squares, or that fraction of their sides, and a flag for each that is
-        resized with the cubic filter."""
+        """Return the central squares (`fraction` of their sides), and flags for cubic resizing."""
         settings, count = self.settings, len(batch.images_BHWC)
         boxes = central_boxes(batch.images_BHWC.shape[1], _aspects(batch), fraction=fraction)
         return boxes, np.ones(count, bool) if settings.plain_filter == "bicubic" else None

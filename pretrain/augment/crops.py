@@ -1,10 +1,10 @@
 """Crop, resize and flip. B batch, H/W height and width in, O out, C colors.
 
-A resized crop with its flip is one separable linear map per image, out = Wy @ image @ Wx^T, with a
-row of weights for each output pixel (antialiased triangle or cubic filter as in torchvision and
-PIL, or OpenCV's INTER_AREA). `resample` returns floats. `resample_levels` returns whole levels
-0..255, as PIL does: its weights are fixed-point, so every sum is exact in float32 in any order, and
-an image does not depend on its batch.
+A resized crop with its flip is one separable linear map per image: out = Wy @ image @ Wx^T. Each
+output pixel has a row of weights (antialiased triangle or cubic filter as in torchvision and PIL,
+or OpenCV's INTER_AREA). `resample` returns floats. `resample_levels` returns integer levels 0..255,
+as PIL does. Its weights are fixed-point: every sum is exact in float32 in any order, and an image
+does not depend on its batch.
 """
 
 import math
@@ -25,12 +25,12 @@ Flags = NDArray[np.bool_]
 
 _CROP_TRIES = 10
 _LEVEL_BITS = 15
-"""Bits of a weight. With 8 bits of a pixel and a cubic's sum of up to 1.3 they fit float32's 24."""
+"""Bits of a weight: 8 bits of a pixel and a cubic sum of up to 1.3 also fit float32's 24 bits."""
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """One crop per image, in pixels; `flip` mirrors it."""
+    """One crop per image, in pixels. `flip` mirrors the crop."""
 
     top: NDArray[np.float64]
     left: NDArray[np.float64]
@@ -44,14 +44,14 @@ def whole_boxes(count: int, size: int) -> Boxes:
 
 
 def central_boxes(size: int, aspects_B: Floats, *, fraction: float) -> Boxes:
-    """Return the central square of each image, or that fraction of its side."""
+    """Return the central square of each image; `fraction` of its side."""
     width, height = _largest(size, 1 / aspects_B, fraction=fraction)
     top, left = np.round((size - height) / 2), np.round((size - width) / 2)
     return Boxes(top, left, height, width, np.zeros(len(aspects_B), bool))
 
 
 def _largest(size: int, ratio_B: Floats, *, fraction: float = 1.0) -> tuple[Floats, Floats]:
-    """Return width and height of the largest box of that aspect ratio, in whole pixels."""
+    """Return integer width and height of the largest box of that aspect ratio."""
     sides = np.minimum(1.0, ratio_B), np.minimum(1.0, 1 / ratio_B)
     width, height = (np.maximum(1.0, np.round(size * fraction * side)) for side in sides)
     return width, height
@@ -90,7 +90,7 @@ def draw_boxes(
         rows = rows[~found[rows]]
         if not len(rows):
             break
-    # else the largest center crop of an allowed ratio
+    # no try fits: the largest center crop of an allowed ratio
     widest, tallest = _largest(stored_size, np.clip(aspects_B, narrow, wide) / aspects_B)
     height, width = np.where(found, height, tallest), np.where(found, width, widest)
     top = np.floor(draws.uniform(Purpose.CROP_TOP) * (stored_size - height + 1))
@@ -114,7 +114,7 @@ def draw_kernels(settings: AugmentSettings, draws: Draws, *, count: int) -> Flag
 def resample(
     images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None = None, area: bool = False
 ) -> Tensor:
-    """Resize the boxes to `size` pixels: float (B, C, O, O). `area`: with INTER_AREA."""
+    """Resize the boxes to `size` pixels: float (B, C, O, O). `area`: use INTER_AREA."""
     batch, height, width, colours = images_BHWC.shape
     rows_BOH, columns_BOW = _weights(images_BHWC, boxes, size=size, cubic=cubic, area=area)
     pictures_BHWC = images_BHWC.float()
@@ -130,8 +130,8 @@ def resample(
 def resample_levels(
     images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None = None, area: bool = False
 ) -> Tensor:
-    """Resize to whole levels, uint8 (B, O, O, C): as in PIL first across, then down, and rounded in
-    between."""
+    """Resize to integer levels, uint8 (B, O, O, C), as PIL: first across, then down, rounded after
+    each pass."""
     batch, height, width, colours = images_BHWC.shape
     rows_BOH, columns_BOW = _weights(
         images_BHWC, boxes, size=size, cubic=cubic, area=area, fixed_point=True
@@ -182,7 +182,7 @@ def axis_weights(
         inside_B1H = (pixel_11H > start_B11) & (pixel_11H < start_B11 + extent_B11)
         weights_BOH = weights_BOH * inside_B1H
     else:
-        # divided last, so that pixel edges are exact
+        # divide last: pixel edges are exact
         begin_BO1, end_BO1 = out_BO1 * extent_B11 / size, (out_BO1 + 1) * extent_B11 / size
         weights_BOH = _covered(
             pixel_11H - 0.5 - start_B11, begin_BO1, end_BO1, enlarged_B.view(-1, 1, 1)
@@ -230,7 +230,7 @@ def draw_offsets(
 
 
 def _reflected(places: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """Mirror places at the first and the last pixel, which are not doubled."""
+    """Mirror positions at the first and the last pixel without doubling these pixels."""
     period = max(2 * size - 2, 1)
     around = places % period
     return np.minimum(around, period - around) if size > 1 else np.zeros_like(places)
@@ -276,8 +276,7 @@ def _weights(
 
 def _covered(start_B1H: Tensor, begin_BO1: Tensor, end_BO1: Tensor, enlarged_B11: Tensor) -> Tensor:
     """Return the fraction of each output pixel [begin, end) that the pixel at `start` covers. If
-    either side is enlarged, OpenCV uses at most two pixels on both sides, and the second one gets
-    the rest."""
+    either side is enlarged, OpenCV uses at most two pixels, and the second one gets the rest."""
     covered_BOH = (
         torch.minimum(start_B1H + 1, end_BO1) - torch.maximum(start_B1H, begin_BO1)
     ).clamp(min=0)
@@ -290,7 +289,7 @@ def _covered(start_B1H: Tensor, begin_BO1: Tensor, end_BO1: Tensor, enlarged_B11
 
 
 def _cubic(distance: Tensor) -> Tensor:
-    """Compute Keys's kernel with a = -1/2, as PIL's and torchvision's antialiased bicubic."""
+    """Compute Keys's kernel with a = -1/2, as antialiased bicubic in PIL and torchvision."""
     near = (1.5 * distance - 2.5) * distance * distance + 1
     far = ((-0.5 * distance + 2.5) * distance - 4) * distance + 2
     return torch.where(distance < 1, near, torch.where(distance < 2, far, 0))

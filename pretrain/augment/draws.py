@@ -1,5 +1,5 @@
-"""Random numbers of the augmentation: functions of the image (seed, epoch, sample) or pair, and of
-their purpose.
+"""Random numbers of the augmentation: functions of a purpose and an image (seed, epoch, sample) or
+pair.
 
 Nothing has a state, so draws depend on no rank, worker, batch or resume. The numbers of `Purpose`
 belong to a run's identity: a new purpose gets a new number, and no number is used again.
@@ -60,7 +60,7 @@ class Draws:
         return np.floor(self.uniform(purpose, *more) * count).astype(np.int64)
 
     def key(self, purpose: Purpose) -> NDArray[np.int64]:
-        """Return 64 bits per image, for numbers that are made on the device."""
+        """Return 64 bits per image, from which the device makes numbers."""
         return hash64(*self._parts(purpose, ()), after=self._hashed).view(np.int64)
 
     def of(self, rows: NDArray[np.int64]) -> "Draws":
@@ -76,7 +76,7 @@ class Draws:
         return np.asarray(_with_axes(self._hashed, sum(np.ndim(numbers) for numbers in more)))
 
     def _parts(self, purpose: Purpose, more: tuple[ArrayLike, ...]) -> list[ArrayLike]:
-        """Put each array on its own axis, so that shared parts are hashed once."""
+        """Put each array on its own axis: shared parts are hashed once."""
         axes = sum(np.ndim(numbers) for numbers in more)
         parts: list[ArrayLike] = [int(purpose)]
         for numbers in more:
@@ -93,7 +93,7 @@ def _with_axes(numbers: ArrayLike, axes: int) -> ArrayLike:
 def first_that(
     fits: NDArray[np.bool_], *tries: NDArray[Any]
 ) -> tuple[NDArray[np.bool_], list[NDArray[Any]]]:
-    """Return whether one of several tries (the last axis) fits, and the numbers of the first."""
+    """Return True if one of several tries (the last axis) fits, and the numbers of the first."""
     first = np.expand_dims(fits.argmax(axis=-1), -1)
     return np.asarray(fits.any(axis=-1)), [
         np.take_along_axis(each, first, axis=-1)[..., 0] for each in tries
@@ -115,7 +115,7 @@ _ALIGNMENT = 16
 
 
 def send(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:
-    """Return one tensor per array. They are views of one buffer, copied from pinned memory without
+    """Return one tensor per array: views of one buffer, copied from pinned memory without
     synchronization."""
     places, end = {}, 0
     for name, array in arrays.items():
@@ -124,7 +124,7 @@ def send(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, 
     buffer = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for name, array in arrays.items():
         in_bytes = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-        # not through numpy, because a fake tensor has no memory
+        # not through numpy: a fake tensor has no memory
         buffer[places[name] : places[name] + array.nbytes].copy_(in_bytes)
     there = buffer.to(device, non_blocking=True)
     sent = {}

@@ -1,9 +1,9 @@
-"""Random erasing of blocks of normalized images, as in timm. K blocks at most, B batch, n erased
-images, O size, C colors.
+"""Erase random blocks of normalized images, as in timm. K blocks at most, B batch, n erased images,
+O size, C colors.
 
-The blocks of an image share 2 % to a third of its area, and have aspect ratios from 0.3 to 1/0.3. A
+The blocks of an image cover 2 % to a third of its area, and have aspect ratios from 0.3 to 1/0.3. A
 block is filled with 0 (the mean color), one normal color, or normal noise. Noise depends on a key
-for the image and on the place of the pixel, so it does not depend on the batch.
+for the image and on the pixel's position, not on the batch.
 """
 
 import math
@@ -25,12 +25,12 @@ _GOLDEN, _M1, _M2 = (
     -0x61C8864680B583EB,
     -0x40A7B892E31B1A47,
     -0x6B2FB644ECCEEE15,
-)  # SplitMix64's, as signed numbers
+)  # constants of SplitMix64, as signed numbers
 
 
 @dataclass(frozen=True)
 class ErasedBlocks:
-    """Erased blocks of the images `rows` of a batch. A block that is not drawn has no height."""
+    """Erased blocks of the images `rows` of a batch. An unused block has height 0."""
 
     rows: NDArray[np.int64]
     top_nK: NDArray[np.int64]

@@ -2,9 +2,9 @@
 one pass (`on_device`).
 
 On a CPU the loader's threads augment. On a GPU one more thread (`Ahead`) draws the augmentation of
-the next batches, and queues their copies from pinned memory and their augmentation on a side
-stream. The model's stream waits for an event; the host waits for nothing. Torch's allocator reuses
-pinned buffers only after the copies from them are done.
+the next batches. It queues their copies from pinned memory and their augmentation on a side stream.
+The model's stream waits for an event; the host waits for nothing. Torch's allocator reuses pinned
+buffers only after the copies from them are done.
 """
 
 import collections
@@ -35,7 +35,7 @@ class Fed:
 class Ahead(Generic[T]):
     """Results of `make` for batches on a GPU, queued on a side stream `NUM_AHEAD` batches ahead.
 
-    Use it as a context manager within that of the batches.
+    Use it as a context manager inside the context manager of the batches.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class Ahead(Generic[T]):
         *,
         waits: "Waits[tuple[T, torch.cuda.Event]]" = Future.result,
     ):
-        """`waits`: how the caller of `next` waits for the thread."""
+        """`waits`: function that waits for the thread in `next`."""
         self._batches, self._make, self._waits = batches, make, waits
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._device = self._stream.device  # it has a number, which accelerate's may lack
+        self._device = self._stream.device  # has a number; accelerate's device may lack one
         # constants of the augmentation may still be copied on the current stream
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._thread = ThreadPoolExecutor(
@@ -65,7 +65,7 @@ class Ahead(Generic[T]):
 
     def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
         if kind is not None:
-            self._batches.end_waits()  # or closing would last as long as a download
+            self._batches.end_waits()  # without it, closing may wait for a download
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def __iter__(self) -> Iterator[T]:
@@ -97,7 +97,7 @@ def _on_gpu(made: object) -> Iterator[Tensor]:
 
 
 def finish_for(augmentation: Augmentation) -> Callable[[Batch], Any]:
-    """Return the work of the loader's threads on each batch: on a CPU they augment it."""
+    """Return the function that the loader's threads apply to each batch: on a CPU it augments."""
     return as_stored if augmentation.device.type == "cuda" else partial(_augmented, augmentation)
 
 
@@ -106,7 +106,7 @@ def _augmented(augmentation: Augmentation, batch: Batch) -> Fed:
 
 
 class Feed:
-    """The augmented micro-batches: use it as a context manager and call `next`."""
+    """The augmented micro-batches. Use the feed as a context manager and call `next`."""
 
     def __init__(
         self,
@@ -115,8 +115,8 @@ class Feed:
         *,
         waits: "Waits[tuple[Fed, torch.cuda.Event]]" = Future.result,
     ):
-        """`batches`: batches with `finish=finish_for(augmentation)`. `waits`: how the caller of
-        `next` waits on a GPU. On a CPU it waits for the loader."""
+        """`batches`: batches with `finish=finish_for(augmentation)`. `waits`: function that waits
+        in `next` on a GPU. On a CPU `next` waits for the loader."""
         self._batches, self._ahead = batches, None
         if augmentation.device.type == "cuda":
             make = partial(_augmented, augmentation)
@@ -126,7 +126,7 @@ class Feed:
         return self
 
     def __exit__(self, *unused: object) -> None:
-        self._batches.end_waits()  # or closing would last as long as a download
+        self._batches.end_waits()  # without it, closing may wait for a download
         if self._ahead is not None:
             self._ahead.__exit__(None)
         self._batches.close()

@@ -1,8 +1,8 @@
-"""MixUp and CutMix, of neighbors (positions 2j and 2j + 1 of a batch) or of each image with the one
-before it in the global batch. B batch, O size.
+"""MixUp and CutMix. An image is mixed with its neighbor (positions 2j and 2j + 1 of a batch) or
+with the previous image of the global batch. B batch, O size.
 
 All images that share a draw have the same weight and box. Three numbers are drawn: mixed or not,
-the way, and lambda ~ Beta(alpha, alpha). CutMix's box has the area fraction 1 - lambda around a
+the method, and lambda ~ Beta(alpha, alpha). CutMix's box has the area fraction 1 - lambda around a
 uniform center. If the border cuts the box, the weight follows the cut box (timm's `correct_lam`).
 """
 
@@ -95,7 +95,7 @@ class PairMixer:
         return torch.lerp(others_BCOO, pictures_BCOO, own_B111), sent["weight"]
 
     def with_partners(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return images (or labels), and the partners with which they are mixed."""
+        """Return images (or labels), and their partners in the mixture."""
         if self.settings.mixup_pairing == "ffcv":
             return rows[1:], rows[:-1]
         return rows, rows[torch.arange(len(rows), device=rows.device) ^ 1]

@@ -1,8 +1,8 @@
 """Crop, resize, flip, MixUp and normalize a batch on a CPU: loops that numba compiles for this CPU.
 
-The images equal `resample` (bilinear, or INTER_AREA), MixUp and normalization in float32. The
-matrix products of `resample` have nearly only zero weights; these loops visit the other weights in
-one pass. Images per CPU second, 64 px crop to bfloat16 (256 to 224 px): 61,000 (4,200); matrix
+The images equal `resample` (bilinear, or INTER_AREA), MixUp and normalization in float32. Nearly
+all weights in the matrix products of `resample` are zero; these loops use only the other weights,
+in one pass. Images per CPU second, 64 px crop to bfloat16 (256 to 224 px): 61,000 (4,200); matrix
 products 5,400 (190); Pillow-SIMD 8,000 (840).
 
 The two neighbors of a MixUp pair are made together, one output row at a time:
@@ -12,13 +12,13 @@ The two neighbors of a MixUp pair are made together, one output row at a time:
    bytes after the last image.
 2. Resize down, mix, normalize and round over contiguous floats, which LLVM vectorizes.
 
-A pair needs 12 KB at 64 px and 43 KB at 224 px, so it stays in the core's cache. For vectorization
-no loop has more than four arrays, inner axes are contiguous by type, and indices are unsigned.
+A pair needs 12 KB at 64 px and 43 KB at 224 px and stays in the core's cache. LLVM vectorizes the
+loops because each has at most four arrays, inner axes contiguous by type, and unsigned indices.
 
 A call runs on its own thread without the GIL, and a pool calls it with an even number of images per
-thread. Numba's own threads are not used, because they do not survive a fork and compete with
-torch's. Compiling takes seconds once per kind of CPU. Numba keeps the result in `__pycache__` or
-~/.cache, or else compiles in every process.
+thread. Numba's own threads are not used: they do not survive a fork and compete with torch's
+threads. Compiling takes seconds once per kind of CPU. Numba keeps the result in `__pycache__` or
+~/.cache; if both are read-only, every process compiles.
 """
 
 import pickle
@@ -45,7 +45,7 @@ Words = NDArray[np.uint64]
 Floats = NDArray[np.float32]
 Scratch = tuple[Floats, Floats, Floats, Floats, Floats, Floats, NDArray[np.int64], Words, Words]
 
-# "contract" allows a * b + c in one instruction. "numpy": a division by zero makes no branch.
+# "contract" allows a * b + c in one instruction; "numpy" avoids a branch for division by zero
 _OPTIONS = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
 _FIRST, _SECOND, _THIRD = np.uint32(0), np.uint32(8), np.uint32(16)
 _BYTE, _HALF, _ONE = np.uint32(255), np.uint32(0x7FFF), np.uint32(1)
@@ -64,11 +64,11 @@ def crop_mix_normalise(
     area: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """(B, 3, size, size): the boxes at `size` pixels, mixed as w[i] x[i] + (1 - w[i]) x[i ^ 1],
-    then (x - mean) * scale.
+    """Return the boxes as (B, 3, size, size). Pairs are mixed as w[i] x[i] + (1 - w[i]) x[i ^ 1],
+    then normalized as (x - mean) * scale.
 
-    Pictures are uint8 and square. `weights` None: no mixing. `dtype` float32, or bfloat16 rounded
-    to nearest even. `out` takes the result instead of fresh memory.
+    Images are uint8 and square. `weights` None: no mixing. `dtype` is float32, or bfloat16 rounded
+    to nearest even. `out`: memory for the result.
     """
     _check(images_BHWC, boxes, weights)
     assert dtype in (torch.float32, torch.bfloat16), dtype
@@ -106,7 +106,7 @@ def crop_mix_normalise(
         EOFError,
         pickle.UnpicklingError,
         OSError,
-    ):  # numba's file: cut short, or not to be written on a full disk
+    ):  # numba's file is incomplete, or the disk is full
         with suppress(OSError):
             _augment._cache.flush()  # type: ignore[attr-defined]
         _augment._cache.disable()  # type: ignore[attr-defined]
@@ -115,8 +115,7 @@ def crop_mix_normalise(
 
 
 def crop(images_BHWC: Tensor, boxes: "Boxes", *, size: int, area: bool = False) -> Tensor:
-    """The boxes of the pictures at `size` pixels: float32 (B, 3, size, size) on the scale
-    0..255."""
+    """Resize the boxes to `size` pixels: float32 (B, 3, size, size) on the scale 0..255."""
     zero, one = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     return crop_mix_normalise(
         images_BHWC,
@@ -131,40 +130,39 @@ def crop(images_BHWC: Tensor, boxes: "Boxes", *, size: int, area: bool = False) 
 
 
 def _check(images_BHWC: Tensor, boxes: "Boxes", weights: NDArray[np.float64] | None) -> None:
-    """The loops below read memory unchecked: nothing may pass here that leads them astray."""
+    """Check the arguments, because the loops below read memory unchecked."""
     batch, stored = len(images_BHWC), images_BHWC.shape[1]
     assert images_BHWC.dtype == torch.uint8 and images_BHWC.device.type == "cpu", (
         images_BHWC.dtype,
         images_BHWC.device,
     )
     assert images_BHWC.shape == (batch, stored, stored, 3), (
-        f"pictures of {tuple(images_BHWC.shape)} are not square and RGB"
+        f"images of {tuple(images_BHWC.shape)} are not square and RGB"
     )
     sides = (boxes.top, boxes.left, boxes.height, boxes.width, boxes.flip)
     assert all(side.shape == (batch,) for side in sides), (
-        f"boxes for {[len(side) for side in sides]} pictures of {batch}"
+        f"boxes for {[len(side) for side in sides]} images of {batch}"
     )
     for start, extent in ((boxes.top, boxes.height), (boxes.left, boxes.width)):
         is_inside = (start >= 0) & (extent >= 1) & (start + extent <= stored)
         assert is_inside.all(), (
-            f"a box leaves its picture of {stored} pixels, or is smaller than one pixel"
+            f"a box leaves its image of {stored} pixels, or is smaller than one pixel"
         )
     assert weights is None or (weights.shape == (batch,) and batch % 2 == 0), (
-        f"{len(weights)} weights for pairs of {batch} pictures"
+        f"{len(weights)} weights for pairs of {batch} images"
     )
 
 
 def _most_taps(ratio: float) -> int:
-    """An even number that no output pixel's taps exceed."""
+    """Return an even upper bound of the taps of an output pixel."""
     return 2 * ((int(np.ceil(2 * max(ratio, 1.0))) + 2) // 2)
 
 
 def _words(images_BHWC: Tensor, *, spare: int) -> tuple[Words, Words, int]:
-    """The pictures as the 8 bytes from each byte on; the same of a copy of the last few, with spare
-    bytes; their number.
+    """Return 8-byte words that begin at each byte of the images, and of a padded copy of the last
+    images. Also return the number of copied images.
 
-    A load may reach `spare` bytes behind its picture; whatever it finds there is multiplied by
-    zero.
+    A load may read `spare` bytes after its image. These bytes are multiplied by zero.
     """
     flat = images_BHWC.contiguous().numpy().reshape(-1)
     picture = flat.size // len(images_BHWC)
@@ -180,7 +178,7 @@ def _view(flat: NDArray[np.uint8]) -> Words:
 
 
 def _inner(function: Function) -> Function:
-    """Compiled into its caller, and kept with it."""
+    """Compile a function into its caller, and cache it with the caller."""
     return cast(
         Function, numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)(function)
     )
@@ -189,7 +187,7 @@ def _inner(function: Function) -> Function:
 def _kept(function: Function) -> Function:
     try:
         return cast(Function, numba.njit(cache=True, **_OPTIONS)(function))
-    except RuntimeError:  # no directory for numba's cache can be written: compile in every process
+    except RuntimeError:  # numba's cache cannot be written: compile in every process
         return cast(Function, numba.njit(**_OPTIONS)(function))
 
 
@@ -202,8 +200,8 @@ def _taps(
     first: NDArray[np.int64] | Words,
     weights: Floats,
 ) -> int:
-    """Fills the first pixel and the weights (taps, O) of each output pixel, as `axis_weights`; the
-    most taps that one has."""
+    """Fill the first pixel and the weights (taps, O) of each output pixel, as `axis_weights`.
+    Return the largest number of taps."""
     size = first.shape[0]
     ratio = extent / size
     support = max(ratio, 1.0)
@@ -211,8 +209,8 @@ def _taps(
     for o in range(size):
         at = size - 1 - o if mirror else o
         centre = start + (o + 0.5) * ratio
-        # the first pixel whose centre may count; rounding may make it one too early, which the
-        # weights below find out
+        # the first pixel whose center may count; rounding may give one too early, whose weight is
+        # not positive
         low = max(int(max(centre - support, start) - 0.5), 0)
         taps, total = 0, 0.0
         for pixel in range(low, stored):
@@ -241,7 +239,7 @@ def _area_taps(
     first: NDArray[np.int64] | Words,
     weights: Floats,
 ) -> int:
-    """The same of INTER_AREA, as `_covered`."""
+    """Fill them for INTER_AREA, as `_covered`."""
     size = first.shape[0]
     most = 1
     for o in range(size):
@@ -266,7 +264,7 @@ def _area_taps(
 
 @_inner
 def _settle(weights: Floats, at: int, taps: int, total: float) -> None:
-    """Divided by their sum, and none behind them."""
+    """Divide the weights by their sum, and clear the unused ones."""
     for k in range(taps):
         weights[k, at] /= total
     for k in range(taps, weights.shape[0]):
@@ -288,7 +286,7 @@ def _across(
     near: Words,
     row: Floats,
 ) -> None:
-    """One source row, which starts at a byte, resized across into three planes (3, O)."""
+    """Resize a source row that starts at byte `start` across, into three planes (3, O)."""
     size = near.shape[0]
     row[:] = 0
     for k in range(0, taps, 2):
@@ -304,7 +302,7 @@ def _across(
 
 @_inner
 def _down(ring: Floats, at: int, weights: Floats, o: int, taps: int, row: Floats) -> None:
-    """One output row of three planes out of `taps` rows of the ring, from source row `at` on."""
+    """Sum `taps` rows of the ring, from source row `at` on, into an output row of three planes."""
     rows = ring.shape[0]
     one, two = ring[at % rows], ring[(at + 1) % rows]
     u, v = weights[0, o], weights[1, o]
@@ -327,7 +325,7 @@ def _finish(
     b: int,
     o: int,
 ) -> None:
-    """Mixes two rows of three planes, and normalises."""
+    """Mix two rows of three planes, and normalize."""
     for c in range(3):
         mine, his, line = own[c], other[c], out[b, c, o]
         u, v, w = np.float32(share * scale[c]), np.float32((1 - share) * scale[c]), shift[c]
@@ -346,7 +344,7 @@ def _finish_rounded(
     b: int,
     o: int,
 ) -> None:
-    """The same as the bits of bfloat16, to nearest, ties to even."""
+    """Do the same, rounded to bfloat16 bits (nearest, ties to even)."""
     for c in range(3):
         mine, his, line = own[c], other[c], out[b, c, o]
         u, v, w = np.float32(share * scale[c]), np.float32((1 - share) * scale[c]), shift[c]
@@ -356,8 +354,8 @@ def _finish_rounded(
 
 
 def _scratch(size: int, taps: int) -> Scratch:
-    """The working memory of two pictures; made out here because numba takes seconds more to compile
-    that."""
+    """Allocate the working memory of two images; inside `_augment` numba compiles seconds
+    longer."""
     ring, rows = np.zeros((2, taps, 3 * size), np.float32), np.zeros((2, 3 * size), np.float32)
     return (
         ring,
@@ -390,7 +388,7 @@ def _augment(
     out32: Floats,
     out16: Bits,
 ) -> None:
-    """`together` pictures (1, or 2 that are mixed) at a time, output row by output row."""
+    """Make `together` images (1, or 2 that are mixed) at a time, output row by output row."""
     ring, ring_planes, rows, row_planes, down, across, first, offsets, near = scratch
     tall, wide, made = counts[0], counts[1], counts[2]
     size, most = near.shape[0], ring.shape[1]

@@ -1,10 +1,10 @@
 """Crop, resize, flip, MixUp and normalize a batch on a GPU in one pass.
 
 The Triton kernel `_gather` must equal `resample`, `resample_levels` and MixUp (and on_cpu.py). A
-program makes a block of output pixels from stored uint8 pixels and writes the model's type. With
-`mixup_pairing: adjacent` one program makes both images of a pair. With `ffcv` each program makes
-its own image and the image before it. Levels equal the plain form bit for bit: divisions are IEEE's
-and no product is fused with a sum. Floats agree within rounding.
+program makes a block of output pixels from stored uint8 pixels and writes the model's type. For
+`mixup_pairing: adjacent` one program makes both images of a pair. For `ffcv` each program makes its
+own image and the previous image. Levels equal torch's bit for bit: divisions are IEEE's and no
+product is fused with a sum. Floats agree within rounding.
 
 The kernel is a custom operator: with fake tensors nothing is launched. Tests run it in Triton's
 interpreter and compile it for a GPU.
@@ -47,11 +47,11 @@ def crop_mix_normalise(
     area: bool = False,
     levels: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the images as on_cpu.py does, and the weights on the GPU. `levels`: as
+    """Return the images as on_cpu.py does, and the weights on the GPU. `levels`: return them as
     `resample_levels`.
 
-    With a weight for each image the images of a pair are mixed. With one weight less each image
-    except the first is mixed with the one before it (`mixup_pairing: ffcv`).
+    A weight for each image mixes the images of a pair. One weight less mixes each image except the
+    first with the previous one (`mixup_pairing: ffcv`).
     """
     count, side = len(images_BHWC), (size, size)
     mixing = NO_MIXING if weights is None else PAIRS if len(weights) == count else PREVIOUS
@@ -81,8 +81,7 @@ def gather(
     area: bool,
     cubic: bool,
 ) -> None:
-    """Fill `out`, which is (B, C, O, O), or (B, O, O, C) for levels. With `PREVIOUS` it has one
-    image less than there are."""
+    """Fill `out`: (B, C, O, O), or (B, O, O, C) for levels. `PREVIOUS` makes B - 1 images."""
     (batch, stored), size, levels = images_BHWC.shape[:2], out.shape[2], out.dtype == torch.uint8
     assert images_BHWC.shape == (batch, stored, stored, 3) and images_BHWC.dtype == torch.uint8, (
         tuple(images_BHWC.shape)
@@ -238,9 +237,9 @@ def _made(
 
 @triton.jit
 def _axis(at, start, extent, size, cubic, AREA: tl.constexpr, CUBIC: tl.constexpr):
-    """Return the first stored pixel of each output pixel, and the numbers for `_share`."""
+    """Return the first stored pixel of each output pixel, and numbers for `_share`."""
     ratio = tl.div_rn(extent, size * 1.0)
-    if AREA:  # divided last, so that pixel edges are exact
+    if AREA:  # divide last: pixel edges are exact
         begin, end = tl.div_rn(at * extent, size * 1.0), tl.div_rn((at + 1) * extent, size * 1.0)
         first, known = start + tl.floor(begin), (start, begin, end, end)
     else:

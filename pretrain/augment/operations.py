@@ -1,13 +1,13 @@
-"""Apply a drawn plan to images. For each layer, the images of one kind of operation are taken out,
-changed together and written back.
+"""Apply a plan of operations to images. In each layer, the images of one kind of operation are
+gathered, changed together and written back.
 
-The host knows which image gets which operation, and copies all numbers of a plan at once. No sum
-depends on an order, so an image does not depend on its batch.
+The host assigns the operations to images, and copies all numbers of a plan at once. No sum depends
+on an order, so an image does not depend on its batch.
 
-Colors change in whole levels 0..255, rounded as in PIL. Most color operations are lookups in tables
-of levels. The tables of INVERT, POSTERIZE, SOLARIZE, SOLARIZE_ADD and BRIGHTNESS are known on the
-host; those of AUTOCONTRAST, EQUALIZE and CONTRAST depend on the image. Every result equals PIL's
-bit for bit, except that Pillow-SIMD rounds grey differently in one color of 500 (COLOR).
+Colors change in integer levels 0..255, rounded as in PIL. Most color operations are lookups in
+tables of levels. The tables of INVERT, POSTERIZE, SOLARIZE, SOLARIZE_ADD and BRIGHTNESS are known
+on the host; AUTOCONTRAST, EQUALIZE and CONTRAST depend on the image. Every result equals PIL's bit
+for bit, except that Pillow-SIMD rounds gray differently in one color of 500 (COLOR).
 
 Rotation, shear and translation are one affine sampling with a matrix for each image, in float64 as
 in PIL. The center of each output pixel is mapped into the image. Pixels from outside are filled;
@@ -31,7 +31,7 @@ from pretrain.augment.plan import Operation, OperationPlan
 Arrays = dict[str, NDArray[Any]]
 Ints = NDArray[np.int64]
 Change = Callable[[Tensor, Tensor], Tensor]
-"""(n images, their numbers) -> the changed images, or tables of levels."""
+"""Function from (n images, their numbers) to changed images, or tables of levels."""
 
 LEVELS = np.arange(256)
 
@@ -85,7 +85,7 @@ def _arrays(plan: OperationPlan, layer: int, *, height: int, width: int) -> Arra
 
 
 def _apply_layer(pictures_BHWC: Tensor, sent: dict[str, Tensor], *, fill_C: Tensor) -> None:
-    """Apply all kinds in any order, because their rows differ. All tables need one lookup."""
+    """Apply all kinds in any order, because their rows differ. All tables use one lookup."""
 
     def result(name: str, change: Change) -> Tensor:
         return change(pictures_BHWC.index_select(0, sent[name]), sent[f"{name}.known"])
@@ -150,7 +150,7 @@ def look_up(pictures_nHWC: Tensor, tables_nCL: Tensor) -> Tensor:
 
 
 def autocontrast_tables(pictures_nHWC: Tensor, _: Tensor) -> Tensor:
-    """Map the darkest level of a channel to 0 and the lightest to 255. A flat channel stays."""
+    """Map the darkest level of a channel to 0 and the lightest to 255; keep a flat channel."""
     low_nC1 = pictures_nHWC.amin(dim=(1, 2)).double().unsqueeze(-1)
     high_nC1 = pictures_nHWC.amax(dim=(1, 2)).double().unsqueeze(-1)
     # 255 / x would be computed as 255 * (1 / x)
@@ -180,7 +180,7 @@ def equalize_tables(pictures_nHWC: Tensor, _: Tensor) -> Tensor:
 
 
 def contrast_tables(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
-    """Move levels away from (or towards) the mean brightness of the image."""
+    """Move levels away from (or toward) the mean brightness of the image."""
     grey_nHW = _grey(pictures_nHWC)
     pixels = grey_nHW[0].numel()
     mean_n1 = (2 * grey_nHW.sum(dim=(1, 2)).unsqueeze(-1) + pixels) // (2 * pixels)
@@ -190,14 +190,14 @@ def contrast_tables(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
 
 
 def saturate(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
-    """Blend: 0 is grey, 1 the image, above 1 more colorful."""
+    """Blend: 0 is gray, 1 the image, above 1 more colorful."""
     grey_nHW1 = _grey(pictures_nHWC).float().unsqueeze(-1)
     return _blend(grey_nHW1, pictures_nHWC.float(), factors_n.view(-1, 1, 1, 1))
 
 
 def sharpen(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
-    """Blend: 0 is smoothed, 1 the image, above 1 sharper. The filter is 3x3 with 5 of 13 in its
-    center; the border stays."""
+    """Blend: 0 is smoothed, 1 the image, above 1 sharper. The 3x3 filter has center weight 5 of 13
+    and keeps the border."""
     values = pictures_nHWC.int()
     columns = values[:, :-2] + values[:, 1:-1] + values[:, 2:]
     around = columns[:, :, :-2] + columns[:, :, 1:-1] + columns[:, :, 2:]
@@ -211,7 +211,7 @@ TABLES: dict[Operation, Change] = {
     Operation.EQUALIZE: equalize_tables,
     Operation.CONTRAST: contrast_tables,
 }
-"""The operations whose tables follow from the picture."""
+"""The operations whose tables depend on the image."""
 CHANGES: dict[Operation, Change] = {Operation.COLOR: saturate, Operation.SHARPNESS: sharpen}
 
 
@@ -227,28 +227,28 @@ def _grey(pictures_nHWC: Tensor) -> Tensor:
 
 
 def _table_places(pictures_nHWC: Tensor) -> Tensor:
-    """Return the place of each level in flat tables (n, C, 256)."""
+    """Return the position of each level in flat tables (n, C, 256)."""
     count, _, _, colours = pictures_nHWC.shape
     start = torch.arange(count * colours, device=pictures_nHWC.device, dtype=torch.int32) * 256
     return pictures_nHWC.int() + start.view(count, 1, 1, colours)
 
 
 _TOGETHER_ON_CPU = 8
-"""Images of 64 px that fit in a core's cache."""
+"""Number of 64 px images that fit in a core's cache."""
 TAPS = {"nearest": range(1), "linear": range(2), "cubic": range(-1, 3)}
-"""Pixels that are sampled, relative to the pixel at the upper left."""
+"""Sampled pixels, relative to the pixel at the upper left."""
 GEOMETRIC = tuple(operation for operation in Operation if operation >= Operation.ROTATE)
 
 
 def matrices(operations_n: Ints, strengths_n: Floats, *, height: int, width: int) -> Floats:
-    """Return (n, 6) matrices (a, b, c, d, e, f): output (x, y) samples (a x + b y + c, d x + e y +
+    """Return (n, 6) matrices (a, b, c, d, e, f). Output (x, y) samples (a x + b y + c, d x + e y +
     f)."""
 
     def only(operation: Operation) -> Floats:
         return np.where(operations_n == operation, strengths_n, 0.0)
 
     angle = -np.radians(only(Operation.ROTATE) % 360.0)
-    # rounded, so that a quarter turn is exact
+    # round: a quarter turn is exact
     cosine, sine = np.round(np.cos(angle), 15), np.round(np.sin(angle), 15)
     x, y = width / 2, height / 2  # about the middle
     right = only(Operation.TRANSLATE_X) * width + np.trunc(only(Operation.SHIFT_X) * width)

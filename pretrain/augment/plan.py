@@ -1,7 +1,8 @@
 """Draw the operations, strengths and kernels of a policy for each image of a batch. numpy only.
 
 The strengths are timm's functions of the magnitude (torchvision's for the policy `cifar10`). A
-magnitude is normal around the policy's, or uniform below it, and clipped.
+magnitude is normal around the policy's magnitude, or uniform below it, and clipped.
+
 L layers, B batch.
 """
 
@@ -18,25 +19,25 @@ from pretrain.auto_augment import FULL_MAGNITUDE, Policy
 
 
 class Operation(IntEnum):
-    """A comment says what the strength is."""
+    """Operations, each with the meaning of its strength."""
 
     NONE = 0
     AUTOCONTRAST = 1
     EQUALIZE = 2
     INVERT = 3
     POSTERIZE = 4  # bits that are kept
-    SOLARIZE = 5  # levels from here on are inverted
+    SOLARIZE = 5  # levels from this one on are inverted
     SOLARIZE_ADD = 6  # added to levels below 128
-    BRIGHTNESS = 7  # 1 is the picture itself, here and in the next three
+    BRIGHTNESS = 7  # 1 is the unchanged image (also in the next three)
     CONTRAST = 8
     COLOR = 9
     SHARPNESS = 10
     ROTATE = 11  # degrees, counter-clockwise
     SHEAR_X = 12  # pixels per pixel
     SHEAR_Y = 13
-    TRANSLATE_X = 14  # share of the side
+    TRANSLATE_X = 14  # fraction of the side
     TRANSLATE_Y = 15
-    SHIFT_X = 16  # share of the side, cut to whole pixels
+    SHIFT_X = 16  # fraction of the side, truncated to pixels
     SHIFT_Y = 17
 
 
@@ -47,7 +48,7 @@ class OperationPlan:
     operations_LB: NDArray[np.int64]
     strengths_LB: Floats
     cubic_LB: NDArray[np.bool_]
-    """True if a geometric operation samples bicubic, not bilinear."""
+    """True if a geometric operation samples bicubic, False for bilinear."""
     nearest: bool = False
     """True if geometric operations take the nearest pixel."""
 
@@ -105,7 +106,7 @@ def _magnitudes(policy: Policy, draws: Draws, steps_LB: NDArray[np.int64]) -> Fl
 
 
 Strength = Callable[[Floats, Floats], Floats]
-"""From level (magnitude / 10) and sign."""
+"""Function of level (magnitude / 10) and sign."""
 
 
 def _signed(most: float) -> Strength:

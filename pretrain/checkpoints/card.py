@@ -1,4 +1,4 @@
-"""Checkpoint metadata: config.json next to the weights, for us and for timm. No torch."""
+"""Checkpoint metadata: config.json next to the weights, for this package and timm. No torch."""
 
 import importlib.util
 import json
@@ -20,13 +20,13 @@ class CheckpointError(UserError):
 
 
 class WeightsError(CheckpointError):
-    """Weights or metadata cannot be used; another attempt would read the same."""
+    """Weights or metadata cannot be used, and a retry would not help."""
 
     is_final = True
 
 
 class ModelCard(PixelOrder):
-    """Everything that is needed to use weights, and their origin."""
+    """Metadata to use weights, and their origin."""
 
     model: ModelSpec
     image_size: int
@@ -39,19 +39,19 @@ class ModelCard(PixelOrder):
     """True if trained with data.stream, without exact resumes and without a global shuffle."""
     stored_crop: CropPolicy | None = None
     stored_interpolation: Filter | None = None
-    """How images of the training data were made square; None if unknown or mixed."""
+    """Method that made the training images square; None if unknown or mixed."""
     stored_size: int | None = None
     """Size of these squares; None if unknown or equal to `image_size`."""
     fed_interpolation: Filter = "bilinear"
     """Filter that resizes stored squares to `image_size`."""
     eval_crop: float = 1.0
-    """Central fraction of the side that evaluation sees; timm's crop_pct."""
+    """Central fraction of the side used in evaluation; timm's crop_pct."""
     content_hash: str = ""
     pixels_hash: str = ""
     """Hash of the training data, and hash of the pixels that readers make of it."""
     step: int = 0
     run_key: str = ""
-    """Only runs of ours have these four."""
+    """Key of the run. Only weights of our runs have these four fields."""
     origin: str = ""
     """File or repository of imported weights."""
     code_sha256: str = ""
@@ -60,15 +60,15 @@ class ModelCard(PixelOrder):
     """Transform of weights imported from timm (interpolation, crop_pct, crop_mode), for timm."""
 
     def other_pixels(self, manifest: Manifest, *, dataset: str) -> str | None:
-        """Return a warning if the squares of a dataset were made in another way than those of the
-        training data."""
+        """Return a warning if the squares of a dataset were made in another way than the training
+        data."""
         known = self.stored_crop, self.stored_interpolation
         own = manifest.crop, manifest.interpolation
         if None in known or known == own:
             return None
         return (
-            f"{dataset}: its images were made square by {own[0]} and {own[1]}, the training data of"
-            f" the weights by {known[0]} and {known[1]}. Unless all were squares of"
+            f"{dataset}: its images were made square by {own[0]} and {own[1]}, the training images"
+            f" of the weights by {known[0]} and {known[1]}. If they were not squares of"
             f" {manifest.image_size} px before, build the dataset with crop={known[0]}"
             f" interpolation={known[1]}"
         )
@@ -85,10 +85,10 @@ TIMM_MIXERS = {
     (32, 24, 1024): "mixer_l32_224",
     (16, 24, 1024): "mixer_l16_224",
 }
-"""timm's own Mixers by (patch size, blocks, channels). Their image size and widths can be set."""
+"""Mixers of timm by (patch size, blocks, channels). Their image size and widths can be set."""
 
 TIMM_TRANSFORM = ("interpolation", "crop_pct", "crop_mode")
-"""Keys of timm that say how images become squares."""
+"""Keys of timm for making images square."""
 
 _TIMM_KEYS = (
     "architecture",
@@ -103,8 +103,7 @@ _TIMM_KEYS = (
 
 
 def timms_own(card: ModelCard) -> tuple[str, dict[str, Any]] | None:
-    """Return (architecture, arguments) of timm's own model that computes the same, if there is
-    one."""
+    """Return (architecture, arguments) of timm's own model that computes the same, or None."""
     spec, size = card.model, card.image_size
     if not isinstance(spec, MixerSpec) or spec.activation != "gelu":
         return None
@@ -118,7 +117,7 @@ def timms_own(card: ModelCard) -> tuple[str, dict[str, Any]] | None:
 
 
 def config_of(card: ModelCard, *, for_plain_timm: bool = False) -> dict[str, Any]:
-    """Return config.json: the card, and what `timm.create_model("local-dir:...")` needs.
+    """Return config.json: the metadata, and the arguments of `timm.create_model("local-dir:...")`.
 
     `for_plain_timm`: the weights have the names of `timms_own`, so timm loads them without this
     package.
@@ -149,7 +148,7 @@ def config_of(card: ModelCard, *, for_plain_timm: bool = False) -> dict[str, Any
 
 
 def read_card(directory: Path) -> ModelCard:
-    """Read the card of a directory of weights."""
+    """Read the metadata of a directory of weights."""
     path = directory / CONFIG
     try:
         tree = json.loads(path.read_text())
@@ -185,7 +184,7 @@ _SYNSETS = {
     21842: "imagenet22k_ms",
     21843: "imagenet21k_goog",
 }
-"""timm's lists of WordNet names by their number of classes."""
+"""Names of timm's lists of WordNet names by their number of classes."""
 
 
 def is_of_timm(tree: Any) -> bool:
@@ -195,7 +194,7 @@ def is_of_timm(tree: Any) -> bool:
 
 
 def _card_of_timm(tree: dict[str, Any], *, shapes: dict[str, list[int]]) -> ModelCard:
-    """Make a card whose model is ours if we have the architecture, else timm's."""
+    """Make metadata whose model is ours if we have the architecture, otherwise timm's."""
     config, name = tree["pretrained_cfg"], tree["architecture"]
     arguments = {
         key: value

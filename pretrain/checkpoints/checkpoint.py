@@ -1,4 +1,4 @@
-"""A checkpoint that is read: found, verified, and its metadata read once. No torch.
+"""Find and verify a checkpoint, and read its metadata once. No torch.
 
     RUN/checkpoints/step-00000120/
       model.safetensors        fp32 weights by name
@@ -46,17 +46,18 @@ class Checkpoint:
     directory: Path
     card: ModelCard
     hashes: Mapping[str, str]
-    """sha256 by file; {} for a folder without hashes."""
+    """Hashes (sha256) by file; {} for a folder without hashes."""
     origin: str = ""
-    """hf-hub:USER/NAME@COMMIT; "" if it is not from the hub."""
+    """Name hf-hub:USER/NAME@COMMIT; "" if the weights are not from the hub."""
 
     @classmethod
     def open(cls, place: Path | str, *, verify: bool = True) -> "Checkpoint":
-        """Open what a user names: a checkpoint, a folder of weights, a run (its newest complete
-        checkpoint), RUN@50epochs, or a name on the hub.
+        """Open a checkpoint, a folder of weights, a run (its newest complete checkpoint),
+        RUN@50epochs, or a name on the hub.
 
-        `verify`: check the hashes of a checkpoint or folder, which one process of a node has to do.
-        The checkpoints of a run are always verified, so all processes fall back to the same one.
+        `verify`: check the hashes of a checkpoint or folder; one process of a node must do that.
+        The checkpoints of a run are always verified, so all processes fall back to the same
+        checkpoint.
         """
         name, origin = str(place), ""
         if is_on_hub(name):
@@ -86,7 +87,7 @@ class Checkpoint:
     @classmethod
     def newest(cls, run_dir: Path, *, to_read: bool = False) -> "Checkpoint | None":
         """Return the newest complete checkpoint of a run; None if it never had one. `to_read`: only
-        the weights are needed, and a user may have copied them without hashes."""
+        the weights are needed, which a user may have copied without hashes."""
         places, fault = list_checkpoints(run_dir), f"{LATEST} names a missing one"
         needed = (MODEL, CONFIG) if to_read else (MODEL, OPTIMIZER, CONFIG, TRAINER)
         for directory in reversed(places):
@@ -119,7 +120,7 @@ class Checkpoint:
 
     @classmethod
     def found(cls, place: str) -> "Checkpoint | None":
-        """Do as `open` does without reading weights; None if the checkpoint does not exist."""
+        """Open a checkpoint without reading weights; None if the checkpoint does not exist."""
         try:
             if is_on_hub(place):
                 directory, origin = fetch(place, files=(CONFIG, HASHES))
@@ -137,8 +138,8 @@ class Checkpoint:
 
     @property
     def home(self) -> Path:
-        """Directory next to which results of these weights are written. Weights of the hub are in a
-        cache, so they get runs/USER--NAME."""
+        """Directory next to which results of these weights are written: runs/USER--NAME for weights
+        of the hub, which are in a cache."""
         if not self.origin:
             return self.directory.absolute()
         repository = self.origin.partition("@")[0].rpartition(":")[2]
@@ -164,15 +165,15 @@ def check_source(run_dir: Path, pretrained: str | None) -> None:
     if source is None or source.sha256 == begun["weights_sha256"]:
         return
     step, before = source.card.step, begun["weights_step"]
-    problem = f"is at step {step:,} now, but {run_dir} began with its step {before:,}"
+    problem = f"is at step {step:,} now, but {run_dir} began from step {before:,}"
     if step == before:
-        problem = f"holds other weights now than those that {run_dir} began with"
+        problem = f"holds other weights now than when {run_dir} began"
     fix = "Choose another run_dir"
     raise SettingsError("pretrained", f"{pretrained} {problem}", fix, code="changed")
 
 
 def fault_of(directory: Path, *, needed: tuple[str, ...]) -> str | None:
-    """Return the fault of the needed files, compared with their hashes, or None."""
+    """Return a problem of the needed files, compared with their hashes, or None."""
     try:
         hashes: dict[str, str] = json.loads((directory / HASHES).read_text())
         for name in needed:

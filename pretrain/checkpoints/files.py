@@ -1,21 +1,21 @@
-"""The files of a checkpoint: written, read, made into a model, and removed.
+"""Write, read and remove the files of a checkpoint, and make models of them.
 
 The first rank publishes a checkpoint, in the background (writer.py):
 1. It writes the four files into a temporary directory, then sha256.json.
-2. It syncs each file, renames the directory to step-N, and syncs the parent. From here on a restart
+2. It syncs each file, renames the directory to step-N, and syncs the parent. A restart then
    resumes from this checkpoint.
 3. It writes `latest`.
-4. It writes best.json, if this checkpoint knows of a better one.
+4. It writes best.json, if trainer.json of this checkpoint has a better evaluation.
 5. It removes the checkpoints that no rule keeps.
 A crash at any point leaves the newest published checkpoint complete. Incomplete files have a
-temporary name, and the next start removes them.
+temporary name, and the next attempt removes them.
 
-Rules: the newest ones stay, the best by evaluation, and those at multiples of a length. Nothing is
-removed before a newer checkpoint is published. trainer.json holds the best evaluation, so a resumed
-run knows it. best.json is for people and scripts; it names the best one that was published.
+Rules keep the newest checkpoints, the best by evaluation, and multiples of a length. No checkpoint
+is removed before a newer one is published. trainer.json holds the best evaluation for resumed runs.
+best.json is for people and scripts, and names the best published checkpoint.
 
 Tensors are written in pieces that are hashed on the way, so no file is read again. Reading and
-writing report their progress, so a slow file system is not taken for a hang.
+writing report their progress, so a slow file system is not mistaken for a hang.
 """
 
 import hashlib
@@ -74,14 +74,14 @@ _TYPES = {
 
 
 def flush(descriptor: int) -> None:
-    """Wait until the disk has the file. It releases Python's lock."""
+    """Wait until the file is on disk. This releases Python's lock."""
     os.fsync(descriptor)
     PROGRESS.touch()
 
 
 class Flusher:
-    """Flushes one file whenever so many bytes have been written to it. One flush at the end could
-    take any time without progress."""
+    """Flush one file after every FLUSHED_BYTES. A single flush at the end could take any time
+    without progress."""
 
     def __init__(self, every_bytes: int):
         self._every_bytes, self._in_memory = every_bytes, 0
@@ -131,8 +131,8 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Map a file into memory, which the ranks of a node share. Each page is read now, and not when
-    it is first used, so that progress is reported."""
+    """Map a file into memory, which the ranks of a node share. Each page is read now, to report
+    progress."""
     tensors: dict[str, Tensor] = {}
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 (it is no dict)
@@ -150,7 +150,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Best:
-    """The step with the highest top-1 accuracy so far, the first of equal ones."""
+    """The step with the highest top-1 accuracy so far (the first of equal steps)."""
 
     step: int
     score: float
@@ -164,12 +164,12 @@ class TrainerState:
     samples_consumed: int
     best: Best | None = None
     owes_evaluation: bool = False
-    """True if the evaluation of this step was given up to stop sooner."""
+    """True if the evaluation of this step was skipped to stop sooner."""
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     num_cpu_threads: int | None = None
     lengths: tuple[int, ...] = ()
-    """Numbers of steps that the run was to have; the last one is the present number."""
+    """Numbers of steps planned for the run over time; the last one is the current number."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def load_state(directory: Path) -> tuple[EngineState, TrainerState]:
     return engine, TrainerState(**state, best=Best(**best) if best else None, lengths=lengths)
 
 
-# ---- which checkpoints stay
+# ---- retention
 
 
 @dataclass(frozen=True)
@@ -250,8 +250,8 @@ def settle(run_dir: Path, snapshot: Snapshot, retention: Retention) -> None:
 def superfluous(
     found: list[Path], *, newest: Path, retention: Retention, best: Best | None
 ) -> list[Path]:
-    """Return the older ones that no rule keeps, and those newer than `newest`, which training has
-    abandoned. `found`: all of them, oldest first."""
+    """Return the older checkpoints that no rule keeps, and those newer than `newest`, which
+    training has abandoned. `found`: all checkpoints, oldest first."""
     older = [path for path in found if step_of(path) < step_of(newest)]
     kept = {newest, *older[max(0, len(older) - (retention.keep_last - 1)) :]}
     best_step = None if best is None else best.step
@@ -283,8 +283,8 @@ def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def _is_of_timm(checkpoint: Checkpoint) -> bool:
-    """Return True for a folder of timm's whose architecture we do not have. Once we have trained
-    such a model, its checkpoints are ours."""
+    """Return True for a folder of timm's whose architecture we do not have. Checkpoints of our
+    training are ours, also of such a model."""
     return isinstance(checkpoint.card.model, TimmModelSpec) and is_of_timm(
         json.loads((checkpoint.directory / CONFIG).read_text())
     )
@@ -313,8 +313,8 @@ def take_weights(model: ImageModel, checkpoint: Checkpoint, *, classes: tuple[st
 
 
 def save_folder(directory: Path, *, card: ModelCard, weights: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint without the files for a resume. All commands read it as they read a run;
-    timm reads it as `local-dir:DIRECTORY` or, once uploaded, as `hf-hub:USER/NAME`.
+    """Write a checkpoint without the files for a resume. All commands read it like a run. timm
+    reads it as `local-dir:DIRECTORY` or, once uploaded, as `hf-hub:USER/NAME`.
 
     `weights`: a state_dict of the card's model. The directory appears complete, and replaces an
     earlier one.

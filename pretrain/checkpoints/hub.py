@@ -4,9 +4,9 @@
     timm:NAME[.TAG]                the repository of timm's weights with this name
 
 Only model.safetensors, config.json and sha256.json are fetched, into the hub's own cache: no code
-and no pickle. A revision (branch, tag or commit; by default main) is resolved once, and its commit
-is recorded with everything that is made of the weights. Users choose endpoint, cache, offline mode
-and token by huggingface_hub's own variables. No torch, except for a timm name without a tag.
+and no pickle. A revision (branch, tag or commit; by default main) is resolved once. Its commit is
+recorded with all results of the weights. Users choose endpoint, cache, offline mode and token by
+huggingface_hub's own variables. No torch, except for a timm name without a tag.
 """
 
 import difflib
@@ -23,7 +23,7 @@ LOG_IN = "run hf auth login, or set HF_TOKEN"
 
 
 class HubError(UserError):
-    """The hub does not give or take what it should."""
+    """A request to the hub failed."""
 
 
 def is_on_hub(place: object) -> bool:
@@ -31,8 +31,8 @@ def is_on_hub(place: object) -> bool:
 
 
 def fetch(name: str, *, files: Sequence[str]) -> tuple[Path, str]:
-    """Return a folder with those of the files that exist, and the name with its commit. The cache
-    serves if the hub cannot be reached."""
+    """Return a folder with the existing files, and the name with its commit. If the hub cannot be
+    reached, the cache is used."""
     from huggingface_hub import snapshot_download
 
     known, _, revision = name.partition("@")

@@ -1,24 +1,24 @@
-"""The copy of a run in a bucket (`checkpoint.remote`), with which a lost node costs no checkpoint.
+"""The copy of a run in a bucket (`checkpoint.remote`): a lost node costs no checkpoint.
 
     REMOTE/checkpoints/step-00000120/                 as in RUN; complete once it has sha256.json
     REMOTE/config.yaml, tracking/journal.jsonl, ...   the other RECORDS, as in RUN
 
-With a remote, run_dir may be on each node's own disk. A copy of a remote is a run.
+If a run has a remote, run_dir may be on each node's own disk. A copy of a remote is a run.
 
 An upload of a checkpoint (uploader.py says when):
 1. its four files, each compared with the checksum of the bucket;
 2. the records, so that no checkpoint is ahead of its event log;
 3. its sha256.json.
 
-A start fetches, on every node, before torch is imported (`fetch_run`):
+An attempt fetches, on every node, before torch is imported (`fetch_run`):
 1. The remote must belong to this run: it has the same run key, or RUN is empty and the settings
    are the same.
-2. RUN takes the records of the remote if it is empty or the remote is at a later step.
+2. RUN gets the records of the remote if RUN is empty or the remote is at a later step.
    delivered.json is read before the event log and uploaded after it, so it never names lines
    that the event log lacks.
 3. The newest complete checkpoint is fetched and its hashes are verified. A damaged checkpoint is
    reported, and the previous one is fetched instead.
-4. The first rank also fetches the best one if RUN lacks it.
+4. The first rank also fetches the best checkpoint if RUN lacks it.
 
 Once the ranks have joined (`agreed_checkpoint` in loop/train.py), the newest checkpoint of the
 first rank counts. The first rank uploads it if the remote lacks it, and the other nodes fetch it.
@@ -79,11 +79,11 @@ RECORDS = (
     "tracking/delivered.json",
     RESULT,
 )
-"""Files in the order of the upload. They are fetched in the opposite order."""
+"""Files in the order of the upload. They are fetched in reverse order."""
 
 
 def fetch_run(settings: TrainingSettings, world: World) -> None:
-    """Fetch what RUN lacks. `settings` have been checked against what RUN has."""
+    """Fetch the files that RUN lacks. `settings` have been checked against RUN."""
     remote = Remote.of(settings)
     if remote is None:
         return
@@ -119,7 +119,7 @@ class Remote:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Let one process of the node fetch at a time. An unreachable bucket ends the start,
+        """Let one process of the node fetch at a time. An unreachable bucket ends the attempt,
         because the run would silently begin from scratch."""
         try:
             with PROGRESS.trusting(), sole_writer(self.run_dir / "remote", wait=True):
@@ -134,7 +134,7 @@ class Remote:
     def fetch_missing(self, settings: TrainingSettings, *, is_first: bool) -> None:
         own, theirs = _run_key(self._local(_IDENTITY)), _run_key(self._content(_IDENTITY))
         if theirs is None:
-            if is_first:  # a bucket that refuses writes ends the start before torch is imported
+            if is_first:  # a read-only bucket ends the attempt before torch is imported
                 write_bytes(b"", self._at("probe"), storage=self._storage)
                 self.remove("probe")
             return
@@ -157,7 +157,7 @@ class Remote:
             self._keep_only(fetched)
 
     def _fetch_best(self) -> None:
-        """Fetch the best checkpoint if RUN lacks it, whichever rank has fetched the newest one."""
+        """Fetch the best checkpoint if RUN lacks it. Any rank may have fetched the newest one."""
         found = {_best_step(self._local(_BEST))}
         for newest in list_checkpoints(self.run_dir)[-1:]:
             trainer = self._local(f"checkpoints/{newest.name}/{TRAINER}")
@@ -171,7 +171,7 @@ class Remote:
                 self.fetch(step)
 
     def best_step(self) -> int | None:
-        """Return the step that the remote's best.json names."""
+        """Return the best step in the remote's best.json."""
         return _best_step(self._content(_BEST))
 
     def _belongs_to_another(self, than: str) -> SettingsError:
@@ -204,7 +204,7 @@ class Remote:
                     " previous one is fetched",
                     file=sys.stderr,
                 )
-                self.complete[step] = b""  # equals no hashes, so it is uploaded again
+                self.complete[step] = b""  # differs from all hashes: it is uploaded again
         return None
 
     def fetch(self, step: int) -> Checkpoint:
@@ -218,7 +218,7 @@ class Remote:
         return Checkpoint.read(place)
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint of RUN and the remote, which both have afterwards."""
+        """Return the newest checkpoint of RUN and the remote; afterwards both have it."""
         own, fault = None, None
         try:
             own = Checkpoint.newest(self.run_dir)
@@ -249,7 +249,8 @@ class Remote:
             return fetched
 
     def _keep_only(self, fetched: Checkpoint) -> None:
-        """Remove the checkpoint that an earlier start fetched to this node, where no rule does."""
+        """Remove the checkpoint that an earlier attempt fetched to this node, unless a rule keeps
+        it."""
         record = self.run_dir / "remote" / "fetched.json"
         with suppress(FileNotFoundError):
             earlier = checkpoint_dir(self.run_dir, json.loads(record.read_text()))
@@ -260,7 +261,7 @@ class Remote:
     # ---- uploading
 
     def list_complete(self) -> list[str]:
-        """Note which checkpoints are complete; return `step-N/FILE` of all, also of others."""
+        """Note the complete checkpoints; return `step-N/FILE` of all, also of incomplete ones."""
         found = names_under(self._at("checkpoints"), storage=self._storage)
         names = [name for name in found if is_checkpoint_name(name.split("/")[0])]
         steps = sorted(step_of(Path(name).parent) for name in names if name.endswith(f"/{HASHES}"))
@@ -275,8 +276,8 @@ class Remote:
         return self.complete.get(step) == (place / HASHES).read_bytes()
 
     def upload(self, place: Path, *, stop: threading.Event | None = None) -> bool:
-        """Upload a checkpoint of RUN; False if the remote has it. Its files are opened first,
-        because the retention rules may remove them meanwhile."""
+        """Upload a checkpoint of RUN; False if the remote has it. All files are opened first,
+        because the retention rules may remove them during the upload."""
         step, above = step_of(place), f"checkpoints/{place.name}"
         if self._has(place):
             return False
@@ -299,7 +300,7 @@ class Remote:
         return True
 
     def send_records(self) -> int:
-        """Upload the records that have changed; return the size of all in bytes."""
+        """Upload the records that have changed; return the size of all records in bytes."""
         found = {name: self._local(name) for name in reversed(RECORDS)}
         if RESULT not in self._sent and found[RESULT] is None:
             self.remove(RESULT)  # the run was extended
@@ -334,8 +335,7 @@ def _run_key(identity: bytes | None) -> str | None:
 
 
 def _best_step(content: bytes | None, *above: str) -> int | None:
-    """Return the step of the best checkpoint in a JSON record, below the keys `above`; None if the
-    record names none."""
+    """Return the step of the best checkpoint in a JSON record, below the keys `above`, or None."""
     try:
         found = json.loads(content or b"null")
         for key in above:

@@ -1,20 +1,22 @@
-"""A run directory: its files, its owner, and the work that is left.
+"""A run directory: its files, its owner, and the remaining work.
 
-RUN/config.yaml       the resolved settings
-RUN/checkpoints/      see checkpoint.py
-RUN/tracking/         see tracker.py
-RUN/micro_batch.json  see micro_batch.py; only with local_batch_size auto
-RUN/logs/             warnings of DeepSpeed and Python, one file per rank
-RUN/checked/          see first_read.py
-RUN/bad_samples/      see bad_samples.py; only if there are any
-RUN/skipped_steps/    see skipped_steps.py; only if there are any
-RUN/profile/          see profile_window.py; only with tracking.profile
-RUN/stacks/           see watchdog.py; only if a run hung, or a rank fell silent
-RUN/starts/           see starts.py
-RUN/remote/           see remote.py; only with checkpoint.remote
-RUN/evaluation.json   what identifies an evaluation; only in evaluations
-RUN/record.json       task, plan, labels, seed and parents; see pretrain/record.py
-RUN/result.json       written last; a run that has it is finished
+    RUN/config.yaml       the resolved settings
+    RUN/checkpoints/      see checkpoint.py
+    RUN/tracking/         see tracker.py
+    RUN/micro_batch.json  see micro_batch.py; only with local_batch_size auto
+    RUN/logs/             warnings of DeepSpeed and Python, one file per rank
+    RUN/checked/          see first_read.py
+    RUN/bad_samples/      see bad_samples.py; only if there are any
+    RUN/skipped_steps/    see skipped_steps.py; only if there are any
+    RUN/profile/          see profile_window.py; only with tracking.profile
+    RUN/stacks/           see watchdog.py; only if a run hung, or a rank fell silent
+    RUN/starts/           see starts.py
+    RUN/remote/           see remote.py; only with checkpoint.remote
+    RUN/evaluation.json   identity of an evaluation; only in evaluations
+    RUN/record.json       task, plan, labels, seed and parents; see pretrain/record.py
+    RUN/result.json       written last
+
+A run with result.json is finished.
 """
 
 import json
@@ -91,10 +93,10 @@ MAY_CHANGE = (
     "train.max_skipped_steps",
     "train.prefetch_batches",
 )
-"""Settings that may differ when a run resumes. They change numbers by rounding at most.
+"""Settings that may differ when a run resumes. They change only the rounding of numbers.
 `check_length` checks `train.duration`."""
 PLACES = ("data.dataset", "data.extra_datasets")
-"""Settings that may differ if the same images are at the new place."""
+"""Settings that may differ if the new place has the same images."""
 
 
 def checkpoints_dir(run_dir: Path) -> Path:
@@ -106,12 +108,12 @@ def checkpoint_dir(run_dir: Path, step: int) -> Path:
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """True for `step-` plus digits; a copy named step-00000010.bak is the user's own."""
+    """Return True for `step-` plus digits; a copy named step-00000010.bak is the user's own."""
     return re.fullmatch(r"step-[0-9]+", name) is not None
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Published checkpoints, oldest first."""
+    """Return the published checkpoints, oldest first."""
     return sorted(
         (path for path in checkpoints_dir(run_dir).glob("step-*") if is_checkpoint_name(path.name)),
         key=step_of,
@@ -149,7 +151,7 @@ def run_and_length(place: str) -> tuple[str, str]:
 
 def checkpoint_at(place: str) -> Path | None:
     """Return the checkpoint of RUN@50epochs or RUN@1200steps; None for any other place. The run's
-    own batch and data decide which step a length is."""
+    own batch size and data turn the length into a step."""
     name, words = run_and_length(place)
     run_dir = Path(name)
     if not words or not (run_dir / CONFIG_FILE).is_file():
@@ -178,7 +180,7 @@ def checkpoint_at(place: str) -> Path | None:
 
 
 def finished_result(run_dir: Path, asked: Settings | None = None) -> dict[str, Any] | None:
-    """Return the result of a run if it is finished. `asked`: today's settings; a training that had
+    """Return the result of a finished run, or None. `asked`: current settings; a training with
     another number of steps is not finished."""
     config, path, duration = run_dir / CONFIG_FILE, run_dir / RESULT, None
     if isinstance(asked, TrainingSettings) and config.exists():
@@ -201,7 +203,7 @@ def steps_of(settings: TrainingSettings, data: TrainingData) -> int:
 
 
 def save_result(run_dir: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """Write the result and the weights that it began with; return both."""
+    """Write the result and the weights that the run began with; return both."""
     check_owner()
     result = result | begun_with(run_dir)
     write_json(run_dir / RESULT, result)
@@ -209,8 +211,7 @@ def save_result(run_dir: Path, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def begun_with(run_dir: Path) -> dict[str, Any]:
-    """Sha256, step and name on the hub of the weights that a run began with; {} if none are
-    known."""
+    """Return sha256, step and hub name of the weights that a run began with; {} if unknown."""
     record = read_record(run_dir)
     parent = record.parents[0] if record and record.parents else None
     if parent is None or not parent.sha256:
@@ -220,7 +221,7 @@ def begun_with(run_dir: Path) -> dict[str, Any]:
 
 
 def _read_record(path: Path, *, fix: str) -> dict[str, Any]:
-    """Read JSON, or YAML that is not empty, that a command of ours has written."""
+    """Read a JSON or non-empty YAML file that one of our commands has written."""
     detail = ""
     try:
         record = json.loads(path.read_text()) if path.suffix == ".json" else read_yaml(path) or None
@@ -237,9 +238,8 @@ def _read_record(path: Path, *, fix: str) -> dict[str, Any]:
 def check_settings(
     run_dir: Path, settings: Settings, facts: Mapping[str, Any] | None = None
 ) -> bool:
-    """Return True if this run has begun to fill the directory, False if the directory is free.
-    Anything else in it is an error. `facts`: what identifies an evaluation, in place of its
-    settings."""
+    """Return True if this run has begun to fill the directory, False if the directory is free. Any
+    other content is an error. `facts`: identity of an evaluation, instead of its settings."""
     record, kind = (CONFIG_FILE, "a run") if facts is None else (EVALUATION, "an evaluation")
     path, is_free, problem, fix = run_dir / record, is_worthless(run_dir), "", _ANOTHER
     if (run_dir / MANIFEST_NAME).exists():
@@ -286,9 +286,9 @@ def is_output(
     kind: str,
     field: str,
 ) -> bool:
-    """Return True if the directory holds this output, False if the output can be put there. An
-    output appears atomically, so anything else in the directory is an error. `wanted`: what its
-    `record`, or the entry `key` of it, must hold."""
+    """Return True if the directory holds this output, False if it is free. An output appears
+    atomically, so any other content is an error. `wanted`: required content of its `record`, or of
+    the record's entry `key`."""
     path, fix = directory / record, f"choose another {field}"
     if not path.exists():
         if directory.is_file() or any(directory.glob("*")):
@@ -303,16 +303,16 @@ def is_output(
 
 
 def other_settings(begun: dict[str, Any], settings: Settings) -> str:
-    """Return the settings with which a run cannot resume; "" if there are none. A setting that is
-    newer than the run had its default."""
+    """Return the settings that prevent a resume; "" if there are none. A setting that is newer than
+    the run had its default."""
     with suppress(SettingsError):  # the differences name settings that no longer exist
         begun = validate(type(settings), begun).model_dump(mode="json")
     return differences(begun, settings.model_dump(mode="json"), is_free=may_change)
 
 
 def check_branch(source: str, settings: Settings) -> None:
-    """Check that a branch of RUN@LENGTH differs from RUN only as a resumed run may, and in its
-    schedule and tracking."""
+    """Check that a branch of RUN@LENGTH differs from RUN only in its schedule, tracking, and
+    settings that a resume may change."""
     begun = read_yaml(Path(run_and_length(source)[0]) / CONFIG_FILE)
     wanted = settings.model_dump(mode="json")
     own = {key: wanted[key] for key in ("start_from", "schedule", "tracking")}
@@ -344,7 +344,7 @@ def _is_moved(old: Any, new: Any) -> bool:
             load_manifest(local_copy(str(each), storage=None)).pixels_hash for each in (old, new)
         )
         return one == other
-    except (UserError, OSError):  # one of them is gone
+    except (UserError, OSError):  # one place no longer exists
         return False
 
 
@@ -359,8 +359,8 @@ def check_place(run_dir: Path, *, field: str = "run_dir", remedy: str = "") -> N
 
 
 def is_worthless(run_dir: Path) -> bool:
-    """Return True if the run and its repetitions ended before a first checkpoint, so that other
-    settings may begin there."""
+    """Return True if the run and its repetitions ended before a first checkpoint. Other settings
+    may then begin in this directory."""
     names = (RESULT, "checkpoints/*")
     return not any(any(run_dir.glob(above + name)) for name in names for above in ("", "*/"))
 
@@ -374,9 +374,9 @@ def claim(
     stop: StopFlag | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
-    """Hold the run directory, on the first rank, and write down what begins. `stop` interrupts the
-    wait for another start. `facts`: what identifies an evaluation."""
-    # the other ranks wait meanwhile
+    """Hold the run directory, on the first rank, and record the new attempt. `stop` interrupts the
+    wait for another attempt. `facts`: identity of an evaluation."""
+    # the other ranks wait during this time
     lock_wait_s = min(ranks.lock_wait_s, ranks.timeout_s / 2)
     with hold_run(run_dir, lock_wait_s=lock_wait_s, stop=stop):
         resumes = check_settings(run_dir, settings, facts)
@@ -413,8 +413,8 @@ def check_resume(run_dir: Path, resume: str) -> None:
 
 
 def check_length(data: TrainingData, settings: TrainingSettings) -> None:
-    """Check that a run, finished or not, is made longer but never shorter than it is. Check that it
-    has the steps of `tracking.profile`."""
+    """Check that a run, finished or not, is made longer but never shorter, and that it has the
+    steps of `tracking.profile`."""
     run_dir, num_steps = Path(settings.run_dir), steps_of(settings, data)
     kept, result = list_checkpoints(run_dir), finished_result(run_dir)
     present = step_of(kept[-1]) if kept else result["step"] if result else 0

@@ -21,7 +21,7 @@ def pairs(theirs: str, ours: str, parts: tuple[str, ...] = ("weight", "bias")) -
 
 
 def mixer_names(depth: int) -> dict[str, str]:
-    """Return our name of each weight of a Mixer by timm's name."""
+    """Map timm's name of each weight of a Mixer to our name."""
     table = pairs("stem.proj", "stem")
     for block in (f"blocks.{i}" for i in range(depth)):
         for number, ours in enumerate(("token", "channel"), start=1):
@@ -32,11 +32,10 @@ def mixer_names(depth: int) -> dict[str, str]:
 
 
 def to_timm(weights: Mapping[str, Tensor], spec: MixerSpec) -> dict[str, Tensor]:
-    """Return a Mixer's weights by timm's names, scaled so that the same is computed with timm's
-    epsilon.
+    """Return a Mixer's weights by timm's names, scaled to compute the same with timm's epsilon.
 
-    (s x) / sqrt(s^2 var + eps) = x / sqrt(var + eps / s^2), so everything that is added to the
-    residual stream is multiplied by s.
+    (s x) / sqrt(s^2 var + eps) = x / sqrt(var + eps / s^2). All terms that are added to the
+    residual stream are multiplied by s.
     """
     scale = math.sqrt(TIMM_NORM_EPS / spec.norm_eps)
     added = re.compile(r"stem\.|blocks\.\d+\.\w+_mixing\.outer\.")
@@ -52,7 +51,7 @@ def to_timm(weights: Mapping[str, Tensor], spec: MixerSpec) -> dict[str, Tensor]
 def model_of_timm(directory: Path, *, card: ModelCard) -> ImageModel:
     """Load a folder of timm with timm, put the weights into the model of the card, and compare the
     predictions of both."""
-    import timm  # it takes seconds, and other folders do not need it
+    import timm  # takes seconds, and other folders do not need it
 
     source, size = f"{directory}, of timm's {card.model.label}", card.image_size
     try:

@@ -1,9 +1,9 @@
 """The thread of the first rank that keeps the remote of a run up to date (`checkpoint.remote`).
 
-Each round uploads the checkpoints that the retention rules keep, newest first, removes those that
-no rule keeps, and uploads the records. A round begins when a checkpoint has appeared in RUN, and
-every RECORDS_S. If the bucket refuses, training continues, and the next round tries again. Any
-other exception ends the thread, and training at the next checkpoint.
+Each round uploads the checkpoints that the retention rules keep, newest first, removes the others,
+and uploads the records. A round begins when a checkpoint has appeared in RUN, and every RECORDS_S.
+If the bucket fails, training continues, and the next round tries again. Any other exception ends
+the thread, and stops training at the next checkpoint.
 """
 
 import math
@@ -26,7 +26,7 @@ RECORDS_S = 60.0
 _RECORDS_BYTES = 8 << 20
 """A longer event log is uploaded less often, in proportion."""
 FINAL_S = 120.0
-"""How long the end of training waits for a bucket that refuses."""
+"""Seconds that the end of training waits for a failing bucket."""
 _LOOK_S = 1.0
 
 
@@ -45,7 +45,7 @@ class Uploader:
         self._is_offered = self._is_working = False
         self._fault, self._num_failures = "", 0
         self.defect: Exception | None = None
-        """Our own mistake, which ends training at the next checkpoint."""
+        """A bug of ours, which ends training at the next checkpoint."""
         self._thread = threading.Thread(target=self._work, name="uploader", daemon=True)
 
     def start(self) -> None:
@@ -53,7 +53,7 @@ class Uploader:
         self._thread.start()
 
     def offer(self) -> None:
-        """Begin a round: RUN has something new."""
+        """Begin a round, because RUN has something new."""
         with self._changed:
             self._is_offered = True
             self._changed.notify_all()
@@ -67,8 +67,8 @@ class Uploader:
             )
 
     def close(self, *, finished: bool, deadline_s: float | None = None) -> None:
-        """Wait for the last checkpoint and the last records. A slow bucket has all the time that
-        it needs until the deadline; one that refuses has FINAL_S."""
+        """Wait for the last checkpoint and the last records. A slow bucket may take until the
+        deadline, a failing one FINAL_S."""
         self.offer()
         began_s = time.monotonic()
         while not self.wait(_LOOK_S) and self._thread.is_alive():
@@ -87,7 +87,7 @@ class Uploader:
         if finished:
             fix = "Run the same command again to upload the rest"
             raise CheckpointError(FIELD, problem, fix, code="unreachable")
-        self._warn(f"{problem}. Complete are the steps {[*self._remote.complete]}")
+        self._warn(f"{problem}. The remote has the complete steps {[*self._remote.complete]}")
 
     def _work(self) -> None:
         try:
@@ -135,8 +135,8 @@ class Uploader:
         return [place for place in places if place not in gone]
 
     def _best_there(self, newest: Path) -> list[Path]:
-        """Return the checkpoint that the remote's best.json names, until a newer best one is
-        complete there. RUN may lack it."""
+        """Return the best checkpoint of the remote's best.json, until a newer best one is complete
+        in the remote. RUN may lack it."""
         remote, step = self._remote, self._remote.best_step()
         if step not in remote.complete or step > step_of(newest):  # newer steps are abandoned
             return []

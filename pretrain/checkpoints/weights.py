@@ -1,4 +1,4 @@
-"""Weights by name: compared with a model, and loaded completely or not at all."""
+"""Compare weights with a model by name, and load all of them or none."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ def check_fit(given: Shapes, needed: Shapes, *, source: object, label: str) -> N
 
 
 def needed_shapes(model: nn.Module, given: Shapes) -> Shapes:
-    """Return the shapes of the model's state dict. A sparse layer takes either storage and any
+    """Return the shapes of the model's state dict. A sparse layer accepts either storage and any
     number of connections."""
     needed = dict(shapes(model.state_dict()))
     for name, layer in model.named_modules():

@@ -1,9 +1,8 @@
-"""When a checkpoint is due, how the ranks make it together, and how the first rank writes it.
+"""Decide when a checkpoint is due, make it on all ranks, and write it on the first rank.
 
-The path of a checkpoint:
 1. `make_room` waits until no checkpoint is being written.
 2. All ranks make the snapshot, which may reuse the memory of the previous one.
-3. `submit` hands it to a thread of the first rank, which syncs the event log, publishes the
+3. `submit` hands it to a thread of the first rank. The thread syncs the event log, publishes the
    checkpoint (files.py) and offers it to the uploader (uploader.py).
 
 Training waits for steps 1 and 2 only (usage/checkpoint_stall_s). A failed write is reported, and
@@ -55,16 +54,16 @@ _FIXES = {
     errno.EXDEV: "keep all of the run on one file system",
 }
 FINAL_S = 120.0
-"""Time that the end of training waits for a file system that refuses. A slow one has no limit."""
+"""Seconds that the end of training waits for a failing file system. A slow one has no limit."""
 RETRY_S = 10.0
 """Pause between two attempts to write the last checkpoint."""
 _GRACE_FRACTION = 0.9
-"""Fraction of checkpoint.grace_s for the upload. The rest is for the last lines."""
+"""Fraction of checkpoint.grace_s for the upload. The rest is for the last log lines."""
 _LOOK_S = 0.2
 
 
 class Saver:
-    """Every rank has one and calls it at the same steps. Only the first rank's writer writes."""
+    """Saver of one rank. All ranks call theirs at the same steps; only the first rank writes."""
 
     def __init__(
         self,
@@ -107,8 +106,8 @@ class Saver:
         self.saved_step = 0
         """The step from which training resumed, then the last one handed to the writer."""
         self.best: Best | None = None
-        """The best evaluation so far. After `finish`, on the first rank, the best checkpoint that
-        was published."""
+        """The best evaluation so far. After `finish`, on the first rank, the best published
+        checkpoint."""
 
     def go_on(self, start: TrainerState) -> None:
         self.saved_step, self.best = start.step, start.best
@@ -130,9 +129,9 @@ class Saver:
         )
 
     def save(self, state: TrainerState, *, is_last: bool = False) -> None:
-        """Make a checkpoint, on every rank at the same step, between two updates. `state.best` is
-        set by this method. A checkpoint is skipped if the previous one is still being written,
-        unless it is the last one."""
+        """Make a checkpoint between two updates, on every rank at the same step, and set
+        `state.best`. A checkpoint is skipped if the previous one is still being written, unless it
+        is the last one."""
         began_s, step = time.monotonic(), state.step
         if step == self.saved_step:
             return
@@ -159,9 +158,8 @@ class Saver:
         self.saved_step = step
 
     def finish(self, stop: StopFlag | None = None) -> None:
-        """Wait until the last checkpoint is on disk. The other ranks wait for the first one as
-        long as it is alive. `stop`: set if the run was stopped, and has checkpoint.grace_s left.
-        """
+        """Wait until the last checkpoint is on disk. The other ranks wait for the first one while
+        it is alive. `stop`: set if the run was stopped and has checkpoint.grace_s left."""
         PROGRESS.mark("writing the last checkpoint")
         if stop is not None:
             left_s = _GRACE_FRACTION * self._grace_s - stop.ignored_s(0)
@@ -177,7 +175,7 @@ class Saver:
         )
 
     def close(self, *, finished: bool) -> None:
-        """Wait for the upload, once nothing more is written in RUN."""
+        """Wait for the upload after the last write in RUN."""
         uploader = self.writer.uploader
 
         def upload() -> None:
@@ -189,7 +187,7 @@ class Saver:
 
 
 class CheckpointWriter:
-    """The first rank's side: writes one snapshot at a time, each in a thread."""
+    """Writer of the first rank: one snapshot at a time, each in a thread."""
 
     def __init__(
         self,
@@ -206,13 +204,13 @@ class CheckpointWriter:
         self._fault: OSError | None = None
         """Reason why the snapshot could not be written."""
         self._is_published = False
-        """True if the snapshot is a checkpoint on disk, even if the steps after that failed."""
+        """True if the snapshot is a checkpoint on disk, even if later steps failed."""
         self._defect: Exception | None = None
-        """Our own mistake, which ends training at the next checkpoint."""
+        """A bug of ours, which ends training at the next checkpoint."""
         self._num_failures = 0
 
     def make_room(self, *, timeout_s: float | None) -> bool:
-        """Wait until no snapshot is being written; False if one still is."""
+        """Wait until no snapshot is being written; False on a timeout."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         defect = self._defect or (self.uploader and self.uploader.defect)
@@ -252,7 +250,7 @@ class CheckpointWriter:
             self.make_room(timeout_s=None)
             retry_at_s = min(time.monotonic() + RETRY_S, give_up_at_s)
             while self._fault is not None and time.monotonic() < retry_at_s:
-                PROGRESS.touch()  # the run waits, and does not hang
+                PROGRESS.touch()  # waiting is no hang
                 time.sleep(_LOOK_S)
 
     def _work(self, snapshot: Snapshot) -> None:

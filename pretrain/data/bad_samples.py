@@ -1,5 +1,5 @@
-"""Samples that do not decode during training. Each has a stand-in and a log line. Too many end the
-the run.
+"""Samples that do not decode during training. Each gets a stand-in and a log line. Too many end the
+run.
 
 A stand-in depends on the sample only, so every rank, world size and resume trains on the same
 images. Lines go to RUN/bad_samples/rank-R.jsonl, once per process for each sample.
@@ -38,7 +38,7 @@ class BadSampleLog:
 
     def note(self, bad: Unreadable, stand_in: int | None, *, known_as: Hashable) -> None:
         """Log the bad sample once. `known_as` identifies it, because datasets of a mixture may have
-        equal shard names and keys. A stream skips it, without a stand-in."""
+        equal shard names and keys. A stream skips the sample, without a stand-in."""
         with self._lock:
             if known_as in self._known:
                 return
@@ -67,7 +67,7 @@ class BadSamples(BadSampleLog):
         self._reader, self._chosen = reader, chosen
 
     def replace(self, bad: Sequence[Unreadable], ids: Ids, batch_BHWC: Tensor) -> Ids:
-        """Fill the bad places of the batch. Return the ids with those of the stand-ins."""
+        """Fill the bad rows of the batch. Return the ids, with the ids of the stand-ins."""
         shown = ids.copy()
         for each in bad:
             shown[each.place] = self._stand_in(each, batch_BHWC[each.place : each.place + 1])
@@ -110,7 +110,8 @@ def masked(bad: Sequence[Unreadable], ids: Ids, images_BHWC: Tensor) -> Ids:
 
 
 def check_fraction(num_bad: int, *, num_seen: int, num_samples: int, max_fraction: float) -> None:
-    """Check the fraction of bad samples since the start, or of an epoch if it is larger."""
+    """Check the fraction of bad samples since the attempt began, or of an epoch if that is
+    larger."""
     if num_bad > max_fraction * max(num_seen, num_samples):
         raise TooManyBadSamples(
             "data.max_bad_fraction",

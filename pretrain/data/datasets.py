@@ -1,10 +1,10 @@
 """The training data of a run: one split of a dataset, a mixture of several datasets, or a stream.
-No torch here.
+No torch.
 
-The classes of a mixture are those of its datasets in the order of their first mention; equal names
-are one class. Its channel statistics are weighted as its datasets are drawn.
+A mixture has all classes of its datasets in the order of their first occurrence; equal names are
+one class. Its channel statistics have the weights of its datasets.
 
-Long because datasets, mixtures, folds and streams have one interface.
+The file is long because datasets, mixtures, folds and streams share one interface.
 """
 
 import os
@@ -82,11 +82,11 @@ class Part:
     manifest: Manifest
     split: str
     classes: tuple[int, ...] | None = None
-    """None: the classes keep their numbers."""
+    """Number of each class; None: unchanged."""
     fold: int | None = None
-    """The only fold to train on, of a split with the annotation `folds`."""
+    """The only fold to train on, if the split has the annotation `folds`."""
     staged: ShardStore | None = None
-    """Copies on this node's disk: of all indices and of the shards in `staged_files`."""
+    """Copies on this node's disk: all indices, and the shards in `staged_files`."""
     staged_files: frozenset[str] = frozenset()
 
     @property
@@ -170,7 +170,7 @@ class TrainingData:
 
     @cached_property
     def channel_statistics(self) -> tuple[Statistic, Statistic]:
-        """Mean and standard deviation, weighted as images are drawn."""
+        """Mean and standard deviation, weighted as images are sampled."""
         if len(self.parts) == 1:
             return self.parts[0].manifest.channel_mean, self.parts[0].manifest.channel_std
         shares = np.array(self.weights) / sum(self.weights)
@@ -184,7 +184,7 @@ class TrainingData:
 
     @property
     def squares(self) -> tuple[CropPolicy, Filter] | tuple[None, None]:
-        """Crop and interpolation of the stored images, if all parts have the same."""
+        """Crop and interpolation of the stored images, or None if parts differ."""
         ways = {(part.manifest.crop, part.manifest.interpolation) for part in self.parts}
         return ways.pop() if len(ways) == 1 else (None, None)
 
@@ -197,7 +197,7 @@ class TrainingData:
                 self._order(0, end - first, number, seed=seed, batch=global_batch_size)
                 for number, (first, end) in enumerate(pairwise(ends))
             ]
-            # blocks of a shard's size begin with the shards, so that each shard is in one window
+            # blocks have the size of a shard and begin with it: each shard is in one window
             shards = np.cumsum([0, *(shard.num_samples for shard in self.parts[0].content.shards)])
             after = shards[np.searchsorted(shards, ends[:-1])] - ends[:-1]
             return CanonicalStreams(
@@ -236,7 +236,7 @@ class TrainingData:
         return any(shard.is_remote for part in self.parts for shard in part.content.shards)
 
     def node_bytes(self, num_nodes: int) -> int:
-        """Return the largest number of bytes of shards that one of the nodes reads in an epoch."""
+        """Return the largest number of shard bytes that a node reads in an epoch."""
         return max(
             sum(
                 shard.num_bytes
@@ -246,13 +246,13 @@ class TrainingData:
         )
 
     def reading_in_words(self, num_nodes: int) -> str:
-        """Return how much of the training data one of the nodes reads in an epoch."""
+        """Describe the part of the training data that a node reads in an epoch."""
         own, total = self.node_bytes(num_nodes), self.node_bytes(1)
         nodes = f"{num_nodes} node{'s' * (num_nodes > 1)}"
         words = f"with {nodes} a node reads at most {own / 1e9:,.3g} GB an epoch"
         words += f", {own / total:.1%} of the shards"
         if num_nodes > 1 and self.settings.canonical_streams % num_nodes:
-            words += f". With data.canonical_streams={num_nodes} it would read its own shards only"
+            words += f"; data.canonical_streams={num_nodes} would limit it to its own shards"
         return words
 
     def epoch_size(self, *, global_batch_size: int) -> int:
@@ -264,7 +264,7 @@ class TrainingData:
         )
 
     def steps(self, length: str, *, global_batch_size: int) -> int:
-        """Convert a length of the settings, such as 5 epochs, to steps."""
+        """Convert a length of the settings, for example 5 epochs, to steps."""
         num_samples = self.epoch_size(global_batch_size=global_batch_size)
         return parse_length(length).steps(
             global_batch_size=global_batch_size, num_samples=num_samples
@@ -277,14 +277,14 @@ class TrainingData:
 
     @property
     def baselines(self) -> str:
-        """Accuracies without a model on the evaluation split, in words."""
+        """Describe accuracies without a model on the evaluation split."""
         part = self.eval_part()
         return baselines(len(self.classes), part.content.largest_class if part else None)
 
     def _order(self, number: int, num_samples: int, *stream: int, seed: int, batch: int) -> Order:
         """Return the order of a part, or of one stream of a part."""
         data, part = self.settings, self.parts[number]
-        differs = [number] if number else []  # a dataset that is named twice needs two orders
+        differs = [number] if number else []  # two uses of a dataset need two orders
         if stream:
             differs = [data.canonical_streams, *stream]
         key = int(hash64(hex_key(part.manifest.content_hash), seed, *differs) >> 1)
@@ -296,10 +296,10 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class StreamData(TrainingData):
-    """A stream. The manifest of its one part says how to read images; its split has no shards."""
+    """A stream. The manifest of its one part describes its images; its split has no shards."""
 
     urls: tuple[str, ...] = ()
-    """Addresses and `pipe:` commands, which never come from a manifest."""
+    """Addresses and `pipe:` commands, never from a manifest."""
     evaluated: Part | None = None
 
     @property
@@ -309,7 +309,7 @@ class StreamData(TrainingData):
 
     @cached_property
     def content_hash(self) -> str:
-        """Hash of the list, because the content of the shards is not known."""
+        """Hash of the list, because the content of the shards is unknown."""
         return hash_of_json(["stream", self.urls, self.classes])
 
     @cached_property
@@ -333,7 +333,7 @@ class StreamData(TrainingData):
 
     @property
     def in_words(self) -> str:
-        """Description with the limits of a stream."""
+        """Describe the stream and its limits."""
         rows = [" ".join(f"{value:.3f}" for value in row) for row in self.channel_statistics]
         default = (
             ", ImageNet's by default"
@@ -528,8 +528,8 @@ def check_against_data(
 
 
 def fit_warmup(num_warmup_steps: int, *, num_steps: int) -> int:
-    """Return the steps of the warm-up: a tenth of the run if the warm-up would be as long as the
-    run, or longer."""
+    """Return the steps of the warm-up: a tenth of the run if the warm-up is not shorter than the
+    run."""
     return num_warmup_steps if num_warmup_steps < num_steps else num_steps // 10
 
 

@@ -6,8 +6,8 @@ Hashing runs in the background and stops the run at the first wrong shard.
    downloaded shards are hashed as they arrive.
 2. On each rank a thread of the lowest priority hashes its shards. RUN/checked/rank-R.jsonl gets a
    line for each correct shard (path, size, mtime, sha256), so later attempts do not hash it again.
-3. The rank that finds a wrong shard fails at its next step, or at the end of training, and the
-   heartbeat ends the other ranks.
+3. A rank with a wrong shard fails at its next step, or at the end of training, and the heartbeat
+   ends the other ranks.
 
 Checkpoints do not wait for the hashes, so earlier checkpoints may have been trained on wrong bytes.
 If a run ends before all shards are hashed, the other shards stay unchecked.
@@ -55,7 +55,7 @@ class FirstRead(threading.Thread):
             }
             for (path, expected), dataset in self._shards:
                 self._check(path, expected, dataset, known)
-        except Exception as error:  # noqa: BLE001 (raised at a place where training can end)
+        except Exception as error:  # noqa: BLE001 (raised when training can end)
             self._fault = error
 
     def raise_fault(self) -> None:
@@ -87,5 +87,5 @@ class FirstRead(threading.Thread):
 
 
 def lowest_priority() -> None:
-    """Give the calling thread only the time that no other thread uses."""
+    """Let the calling thread use only idle CPU time."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -1,20 +1,19 @@
 """Batches for one rank, prefetched by threads in the plan's order, for training and evaluation.
 
-The loader has no state: it starts after `consumed` samples, and the checkpoint of the trainer holds
-that number. Threads serve, because gathering from mapped shards, libjpeg-turbo and numpy release
-the GIL.
+The loader has no state: it starts after `consumed` samples, a number in the trainer's checkpoint.
+Threads suffice, because gathering from mapped shards, libjpeg-turbo and numpy release the GIL.
 
 A batch is made in these steps:
 
-1. The caller takes a batch, which makes room for one more request.
+1. The caller takes a batch and makes room for one more request.
 2. The first free thread locates the samples of a group of requests, because numpy is slow for few
    samples. The first group is one request, and each next group is twice as large. The first batch
    then opens few indices.
 3. The threads fill parts of one reused buffer.
-4. The thread that ends last looks up the labels and calls `finish` (the augmentation on a CPU,
+4. The last thread to finish looks up the labels and calls `finish` (the augmentation on a CPU,
    nothing for a GPU, see feed.py).
 
-At most `prefetch` batches are under way. Remote shards are announced early, for all ranks.
+At most `prefetch` batches are in progress. Remote shards are announced early, for all ranks.
 """
 
 import itertools
@@ -42,9 +41,9 @@ from pretrain.ranks.world import World
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 OnBad = Callable[[Sequence[Unreadable], Ids, Tensor], Ids]
-"""Replaces bad places of (ids, images), and returns the ids whose labels count; -1: skip."""
+"""Replace bad rows of (ids, images), and return the ids whose labels count; -1: skip."""
 Waits = Callable[[Future[T]], T]
-"""How to wait for a batch, such as `StopFlag.result`."""
+"""Function that waits for a batch, for example `StopFlag.result`."""
 
 SMALLEST_PART, SMALLEST_GATHER = 32, 2_000_000
 """Images to decode, and bytes to gather: smaller parts are not worth another thread."""
@@ -58,7 +57,7 @@ MOST_IDLE = 8
 
 
 class Reader(Protocol):
-    """A source of images by number, such as a `ShardReader`."""
+    """A source of images by number, for example a `ShardReader`."""
 
     num_samples: int
     stored_size: int
@@ -74,7 +73,7 @@ class Reader(Protocol):
 
 
 class BatchSource(Protocol[T_co]):
-    """A source of batches: `Batches`, or a stream's."""
+    """A source of batches: `Batches`, or the batches of a stream."""
 
     def __next__(self) -> T_co: ...
     def end_waits(self) -> None:
@@ -98,19 +97,19 @@ class Batch:
     epochs: Ids
     samples: Ids
     mix_keys: Ids
-    """The MixUp draw of each image: position // 2, which neighbors share, or the number of the
+    """The MixUp draw of each image: position // 2 (equal for neighbors), or the number of the
     global batch. In the second case the images begin with one more image, which has no key."""
     mask_B: Tensor | None = None
     """False for padding of an evaluation, and for samples that cannot be read."""
     aspects_B: NDArray[np.float64] | None = None
-    """Width / height of each image before it was squashed (`crop=full`); None if all were cut to
-    squares."""
+    """Width / height of each image before it was squashed (`crop=full`); None if all images were
+    cropped to squares."""
     num_bad: int = 0
     """Samples that could not be read."""
 
 
 def as_stored(batch: Batch) -> Batch:
-    """Return the batch: a `finish` that does nothing."""
+    """Return the batch unchanged: a `finish` without work."""
     return batch
 
 
@@ -133,8 +132,8 @@ def training_batches(
     """Return the endless micro-batches of a rank after `consumed` samples.
 
     `node_ranks`: the ranks that share copies of remote shards with this one; by default all.
-    With `previous_in` (the global batch size) each micro-batch begins with one more image: the one
-    before it in its global batch, or the last one for the first micro-batch.
+    `previous_in`: the global batch size. If set, each micro-batch begins with one more image: the
+    previous image in its global batch, or the last one for the first micro-batch.
     """
     return Batches(
         reader,
@@ -205,8 +204,8 @@ class Batches(Generic[T]):
         read_here: Callable[[Ids], Ids] = np.asarray,
         waits: Waits[T] = Future.result,
     ):
-        """`read_here` chooses the positions whose samples this node reads. `waits` is how the
-        caller of `next` waits."""
+        """`read_here`: function that selects the positions whose samples this node reads. `waits`:
+        function that waits in `next`."""
         self.reader, self.order, self.finish, self.on_bad, self.pin = (
             reader,
             order,
@@ -230,7 +229,7 @@ class Batches(Generic[T]):
 
     def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
         if kind is not None:
-            self.end_waits()  # or closing would last as long as a download
+            self.end_waits()  # without it, closing may wait for a download
         self.close()
 
     def __iter__(self) -> Iterator[T]:
@@ -250,7 +249,7 @@ class Batches(Generic[T]):
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def announce(self, position: int) -> None:
-        """Tell the reader which samples of this node's ranks come next, because they share
+        """Announce the next samples of this node's ranks to the reader, because they share
         copies."""
         if not self.reader.is_remote:
             return
@@ -293,7 +292,7 @@ class _Group:
         """The last request may exceed `most_samples`."""
         self._batches, self._lock = batches, threading.Lock()
         self.jobs: deque[tuple[Request, slice]] = deque()
-        """Requests, and the places of their samples in the group."""
+        """Requests, and the rows of their samples in the group."""
         num_samples = 0
         while num_samples < most_samples and (request := next(batches.requests, None)) is not None:
             end = num_samples + len(request.positions)
@@ -310,7 +309,7 @@ class _Group:
         return _Group(self._batches, most_samples=min(LOCATED_TOGETHER, 2 * self._num_samples))
 
     def located(self) -> tuple[Ids, Places]:
-        """Return (epochs, places). The first thread locates them; the others wait."""
+        """Return (epochs, places). The first thread locates the samples; the others wait."""
         with self._lock:
             if self._located is None:
                 epochs, samples = self._batches.order.locate(np.concatenate(self._positions))
@@ -336,14 +335,14 @@ class _Job(Generic[T]):
     def run(self, part: int) -> None:
         try:
             self._run(part)
-        except BaseException as error:  # noqa: BLE001 (raised for the caller that waits)
+        except BaseException as error:  # noqa: BLE001 (raised for the waiting caller)
             with self._lock:
                 if not self.done.done():
                     self.done.set_exception(error)
 
     def _run(self, part: int) -> None:
         batches, first, end = self._batches, self._cuts[part], self._cuts[part + 1]
-        # for each batch, because the batches of other ranks are between those of a group
+        # for each batch: the batches of other ranks are between the batches of a group
         batches.announce(int(self._request.positions.min()))
         epochs, places = self._group.located()
         places = places.part(self._own)
@@ -394,13 +393,12 @@ class _Job(Generic[T]):
 
 
 def num_cpu_threads(device: torch.device) -> int | None:
-    """Return the number of threads of a rank, on which the rounding of sums depends. None on a
-    GPU."""
+    """Return the number of threads of a rank, which affects the rounding of sums; None on a GPU."""
     return torch.get_num_threads() if device.type == "cpu" else None
 
 
 def lone_threads(number: int, *, pin: bool) -> ThreadPoolExecutor:
-    """Start threads in which torch uses one thread each, so that they do not hinder each other."""
+    """Start threads in which torch uses one thread each, so they do not compete."""
     device = torch.cuda.current_device() if pin else None
     started, before = threading.Barrier(number), torch.get_num_threads()
 

@@ -1,34 +1,35 @@
 """The order of training: a pure function from position to sample, without tables.
 
-Training follows one endless line of positions: position p is place p mod E of epoch p div E. Global
+Training follows one endless line of positions: position p is index p mod E of epoch p div E. Global
 batch i has positions [i B, (i + 1) B), and each rank takes its slice. A resume needs only the
-number of consumed samples. So all ranks have the same number of steps, and all world sizes see the
+number of consumed samples. All ranks have the same number of steps, and all world sizes see the
 same batches.
 
 `data.last_batch` sets the length E of an epoch of N samples. `carry`: E = N, and a batch may span
 two epochs. `drop`: E is N rounded down to complete batches, and each epoch drops other samples.
 `pad`: E is N rounded up, and the last batch repeats the epoch's first samples.
 
-Within an epoch the order is a keyed permutation of 0..N-1: a Feistel network over Z_a x Z_b (a b >=
-N), repeated while the result is >= N. `full` permutes all samples. `block` permutes blocks of
-neighboring samples and then the samples within windows of several blocks, so that a reader needs
-few blocks at a time. The blocks begin at another sample in every epoch (benchmarks/order.py
-measures how well that mixes classes).
+The order within an epoch is a keyed permutation of 0..N-1. It is a Feistel network over Z_a x Z_b
+(a b >= N), repeated while the result is >= N. `full` permutes all samples. `block` permutes blocks
+of neighboring samples and then the samples within windows of several blocks, so a reader needs few
+blocks at a time. The blocks begin at another sample in every epoch (benchmarks/order.py measures
+how well that mixes classes).
 
 A `Mixture` of datasets is one line: the source of each position is a pure function of weights and
-position. With two sources of weights a and b, floor(p a / (a + b)) of the first p positions belong
-to the first; more sources are the first against all others, and so on. In every range of positions
-each source has its fraction to within the number of sources. The n-th position of a source is the
-n-th of its own order. If weights are numbers of samples, one epoch has every sample of every source
-once. Sample ids of a source follow those of the sources before it, as in `ShardReader`.
+position. For two sources of weights a and b, floor(p a / (a + b)) of the first p positions belong
+to the first source. For more sources, the first is split from all others, and so on.
 
-With N `CanonicalStreams` the samples are cut into N ranges, each with an order of its own. Every
-global batch takes an equal part from each stream, and a rank takes a connected part of the batch,
-so a node reads only the streams of its ranks. The streams depend on nothing but N, so all world
-sizes still train on the same batches. Epochs are those of the streams: if N does not divide the
-samples, the epochs of longer streams end one sample later each.
+In every range of positions each source has its fraction to within the number of sources. Position n of a source is
+position n of its own order. If weights are numbers of samples, one epoch has every sample of every
+source once. Sample ids of a source follow the ids of the previous sources, as in `ShardReader`.
 
-All random numbers of training are counter-based: `hash64` of their purpose, so no generator has a
+N `CanonicalStreams` cut the samples into N ranges, each with its own order. Every global batch
+takes an equal part from each stream. A rank takes a connected part of the batch, so a node reads
+only the streams of its ranks. The streams depend only on N, so all world sizes still train on the
+same batches. Epochs are counted per stream: if N does not divide the samples, the epochs of longer
+streams end one sample later each.
+
+All random numbers of training are counter-based: `hash64` of their purpose. No generator has a
 state.
 """
 
@@ -54,8 +55,8 @@ _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def hash64(*parts: ArrayLike, after: U64 | None = None) -> U64:
-    """Hash the parts in their order to 64 bits, broadcast over arrays. `after` is the hash of
-    earlier parts."""
+    """Hash the parts in their order to 64 bits, broadcast over arrays. `after`: hash of earlier
+    parts."""
     with np.errstate(over="ignore"):
         state = np.asarray(_GOLDEN) if after is None else after
         for part in parts:
@@ -125,7 +126,7 @@ def epoch_length(num_samples: int, *, global_batch_size: int, last_batch: LastBa
 
 @dataclass(frozen=True)
 class Order:
-    """The order of one split; equal fields give an equal order on every machine."""
+    """The order of one split. Equal fields give an equal order on every machine."""
 
     num_samples: int
     key: int
@@ -226,7 +227,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class CanonicalStreams:
-    """Orders of ranges of samples, each of which gives every global batch an equal part."""
+    """Orders of ranges of samples. Each range gives every global batch an equal part."""
 
     orders: tuple[Order, ...]
     global_batch_size: int
@@ -253,7 +254,7 @@ def _share(counts: Ids, weight: int, total: int) -> Ids:
 
 
 def mixture_weights(weights: Sequence[float | None], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return weights as integers in lowest terms. Without weights all samples are equally
+    """Return weights as integers in lowest terms. Without weights, all samples are equally
     frequent."""
     if all(weight is None for weight in weights):
         wanted = np.array(sizes, np.int64)
@@ -272,7 +273,7 @@ def mixture_weights(weights: Sequence[float | None], sizes: Sequence[int]) -> tu
 
 @dataclass(frozen=True)
 class FoldOrder:
-    """An order of some samples of a split: `of` orders their places in `samples`."""
+    """An order of some samples of a split: `of` orders indices into `samples`."""
 
     of: Line
     samples: Ids
@@ -302,7 +303,7 @@ class BatchPlan:
     num_ranks: int
     is_connected: bool = False
     """True if the micro-batches of a rank are neighbors in the global batch, as canonical streams
-    need. By default the ranks' micro-batches alternate."""
+    need. If False, the ranks' micro-batches alternate."""
 
     def __post_init__(self) -> None:
         assert self.global_batch_size % (self.local_batch_size * self.num_ranks) == 0, self
@@ -320,7 +321,7 @@ class BatchPlan:
         return np.arange(start, start + self.local_batch_size, dtype=np.int64)
 
     def of_ranks(self, positions: Ids, ranks: range) -> Ids:
-        """Return those of the positions that these neighboring ranks read; without connected parts
+        """Return the positions that these neighboring ranks read. Without connected parts these are
         all positions, because each shard has samples for each rank."""
         if not self.is_connected:
             return positions

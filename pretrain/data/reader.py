@@ -1,18 +1,18 @@
 """Random access to the samples of one split, or of several datasets one after the other.
 
-All shards are in one range of addresses, and so are all indices (`FileRange`). A batch of raw
-images is therefore one gather over all shards into the batch: tar members begin at multiples of 512
-bytes, so the range is viewed as overlapping rows that begin at every block. Other images are
-decoded one by one, by the code that verified the dataset. Pixels are uint8 (B, H, W, 3).
+All shards are in one range of addresses, and all indices in another (`FileRange`). A batch of raw
+images is one gather over all shards. Tar members begin at multiples of 512 bytes, so the range is
+viewed as overlapping rows that begin at every block. Other images are decoded one by one, by the
+code that verified the dataset. Pixels are uint8 (B, H, W, 3).
 
 Shards are opened at their first use. Local shards then stay mapped. A remote shard is unmapped when
-no thread reads it and it is not among the shards that are needed next, or when the store needs room
-for another reader of this process.
+no thread reads it and it is not needed next. The store may also unmap it to make room for another
+reader.
 
 Invariants: a shard stays mapped while a `reading` block with its number is open; a mapped file has
 the size of the manifest.
 
-Long because one noun leads from the number of a sample to its pixels.
+The file is long because it covers the complete path from a sample's number to its pixels.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ from pretrain.data.order import Ids, hash64
 from pretrain.data.store import File, ShardStore, tar_of
 
 BLOCK = 512
-"""Every member of a tar begins at a multiple of it."""
+"""Alignment of the members of a tar."""
 _OFFSET, _LENGTH, _LABEL = range(3)
 
 _MAP_FIXED = 0x10  # Linux; Python's mmap has no name for it
@@ -79,7 +79,7 @@ class Unreadable:
 
 
 class Places(NamedTuple):
-    """Places and labels of samples."""
+    """Locations and labels of samples."""
 
     ids: Ids
     shards: Ids
@@ -114,7 +114,7 @@ class ShardReader:
         self._indices = FileRange([_index_size(*placed) for placed in self._placed])
         self._table = self._indices.content.view("<i8")
         self._table_starts = np.full(len(self._placed), -1, np.int64)
-        """Places in `_table`; -1 until the index is mapped and checked."""
+        """Positions in `_table`; -1 until the index is mapped and checked."""
         self._opening = threading.Lock()
         self._classes, self._classes_start = _class_numbers([part for part, _ in self._placed])
         self._is_raw = np.array(
@@ -129,11 +129,11 @@ class ShardReader:
 
     @cached_property
     def labels(self) -> Ids:
-        """Labels of all samples. They take 8 bytes each, so training does not use them."""
+        """Labels of all samples. Training does not use them, because they take 8 bytes each."""
         return self.locate(np.arange(self.num_samples)).labels
 
     def locate(self, ids: Ids) -> Places:
-        """Look the samples up in the indices."""
+        """Look up the samples in the indices."""
         shards = self.shards_of(ids)
         if (self._table_starts[shards] < 0).any():
             self._open_indices(shards)
@@ -187,7 +187,7 @@ class ShardReader:
         return found
 
     def fetch_ahead(self, ids: Ids) -> None:
-        """Fetch the remote shards of the samples that are needed next, in their order."""
+        """Fetch the remote shards of the next samples, in their order."""
         if self.is_remote:
             numbers = self.shards_of(ids)
             _, first = np.unique(numbers, return_index=True)
@@ -301,8 +301,8 @@ def open_store(settings: ReadingSettings, parts: Sequence[Part]) -> ShardStore |
 
 
 def _class_numbers(part_of_shards: Sequence[Part]) -> tuple[Ids | None, Ids]:
-    """Return the classes of all parts one after the other, or None if all keep their numbers, and
-    the place of each shard's classes."""
+    """Return the classes of all parts one after the other (None if all are unchanged), and the
+    position of each shard's classes."""
     parts = {id(part): part for part in part_of_shards}
     if all(part.classes is None for part in parts.values()):
         return None, np.zeros(len(part_of_shards), np.int64)
@@ -401,7 +401,7 @@ class MappedShards:
             self._release(list(self._held))
 
     def release_idle(self, *, kept: frozenset[int] = frozenset()) -> None:
-        """Unmap and release the remote shards that no thread reads from at this moment."""
+        """Unmap and release the remote shards that no thread is reading."""
         with self._lock:
             idle = [
                 number for number in self._held if number not in kept and not self._users[number]
@@ -461,11 +461,11 @@ class FileRange:
         slots = np.array([-(-max(size, 1) // page) * page for size in sizes], np.int64)
         ends = np.cumsum(slots)
         self.starts: NDArray[np.int64] = ends - slots
-        """Begin of each slot in `content`, a multiple of the page size."""
+        """Start of each slot in `content`, a multiple of the page size."""
         self._slots = slots
         num_bytes = int(ends[-1]) if len(ends) else page
         self._address = _map(None, num_bytes, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-        # at the end of the process a thread may still read, so only the system unmaps the range
+        # at exit a thread may still read, so only the system unmaps the range
         weakref.finalize(self, _libc.munmap, self._address, num_bytes).atexit = False
         self.buffer: Any = (ctypes.c_ubyte * num_bytes).from_address(self._address)
         self.content: NDArray[np.uint8] = np.ctypeslib.as_array(self.buffer)
@@ -487,7 +487,7 @@ class FileRange:
             os.close(descriptor)
 
     def unmap(self, number: int) -> None:
-        """Unmap the slot, from which no thread may read."""
+        """Unmap the slot. No thread may read it."""
         kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
         _map(self._at(number), int(self._slots[number]), _NO_ACCESS, kind, -1)
 

@@ -1,8 +1,8 @@
 """`data.stage_dir`: copy the shards of a run to each node's own disk before training reads them.
 
 One rank of each node copies all files into a `ShardStore`. The other ranks wait, and then every
-rank holds the copies. Order and content of the training are the same. If the data cannot be staged
-on a node, its ranks read the data in place, and a warning says why.
+rank holds the copies. Order and content of the training are the same. If a node cannot stage the
+data, its ranks read in place and print a warning with the reason.
 """
 
 import os
@@ -31,8 +31,8 @@ LOOK_S = 0.5
 def stage_data(
     data: TrainingData, *, world: World, device: torch.device, stop: StopFlag
 ) -> TrainingData:
-    """Return the data with its copies on this node. All ranks call this. The copies stay as long as
-    the result lives."""
+    """Return the data with its copies on this node. All ranks call this. The copies exist as long
+    as the result."""
     if data.settings.stage_dir is None:
         return data
     files, directory = files_to_stage(data, world), Path(data.settings.stage_dir)
@@ -44,7 +44,7 @@ def stage_data(
             if world.local_rank == 0:
                 _copy(store, files, stop)
             return store
-        except StoppedError:  # training sees the stop flag
+        except StoppedError:  # training checks the stop flag
             pass
         except (StoreError, OSError) as error:
             if world.local_rank == 0:

@@ -19,12 +19,15 @@ also excludes other threads of the same process. `hold` reads a file in these st
 4. Fetch into the .part, check the hash, fsync, rename it with the room's lock, and turn the
    exclusive lock into a shared one.
 
-Read-ahead takes the same steps for the announced files, in their order, and holds them until a
+Read-ahead takes the same steps for the announced files, in their order. It holds them until a
 reader holds them or the next list is announced. It pauses while `hold` waits for room.
 
-Invariants: a file has its final name only if its hash was correct; the sizes of all files stay
-within the bound; a held file is not removed; a mapped file stays readable after its removal. The
-mtime of a copy is its last use.
+Invariants:
+
+- A file has its final name only if its hash was correct.
+- The sizes of all files stay within the bound.
+- A held file is not removed; a mapped file stays readable after its removal.
+- The mtime of a copy is its last use.
 """
 
 import errno
@@ -54,20 +57,21 @@ from data_prep.publish import sync
 from data_prep.remote import ContentError, RemoteError, StoppedError, fetch, shown, tried
 
 NUM_ATTEMPTS, SILENCE_S = 8, 30.0
-"""Attempts to fetch a shard; a server that sends nothing for that long has failed."""
+"""Attempts to fetch a shard, and seconds of silence after which a server has failed."""
 WAIT_S = 300.0
-"""Longest wait for room. It is shorter than engine.timeout_s, whose message is vaguer."""
+"""Longest wait for room, in seconds. It is shorter than engine.timeout_s, whose message is
+vaguer."""
 LOOK_S, WARN_AGAIN_S = 0.05, 30.0
 NUM_THREADS, PIECE_BYTES = 4, 4 << 20
 SPARED_FRACTION, SPARED_BYTES, MOST_SPARED_FRACTION = 0.01, 5e9, 0.1
-"""Space of a disk that staging never uses: the larger of the first two, but at most the third."""
+"""Disk space that staging never uses: the larger of the first two, but at most the third."""
 _NAME = re.compile(r"[0-9a-f]{64}\.(tar|npy)(\.part)?")
 _LOCK_REQUEST = "hhqqi4x"
 """`struct flock` of 64-bit Linux: type, whence, start, length, pid."""
 
 
 class StoreError(UserError):
-    """A directory that cannot be used, or a file that cannot be fetched."""
+    """A directory is not usable, or a file cannot be fetched."""
 
 
 class NoRoomError(StoreError):
@@ -92,11 +96,11 @@ class Reader(Protocol):
     """A user of held files."""
 
     def release_idle(self) -> None:
-        """Release the files that are held but not in use at this moment."""
+        """Release the held files that are not in use now."""
 
 
 class ShardStore:
-    """The copies in one directory, as one process uses them. All its threads may share it."""
+    """The copies in one directory, for all threads of one process."""
 
     def __init__(
         self,
@@ -107,7 +111,7 @@ class ShardStore:
         storage: dict[str, Any],
         hosts: Collection[str] = (),
     ):
-        """`setting` names the directory in messages. Without `max_bytes` the copies may fill the
+        """`setting`: name of the directory in messages. `max_bytes` None: the copies may fill the
         disk up to the spared space. Only `hosts` receive `storage`."""
         self.path, self.setting, self.max_bytes = path, setting, max_bytes
         self.readers = weakref.WeakSet[Reader]()
@@ -116,11 +120,11 @@ class ShardStore:
         self._stop, self._lock = threading.Event(), threading.RLock()
         self._held, self._paused_until_s = Counter[str](), 0.0
         self._ahead, self._pending = list[File](), deque[File]()
-        """Files that read-ahead holds, and files that it has yet to fetch."""
+        """Files that read-ahead holds, and files that it must still fetch."""
         self._threads = list[threading.Thread]()
         self._warned_s = -WARN_AGAIN_S
         self.num_written = 0
-        """Bytes that this process has written, to see progress."""
+        """Bytes that this process has written, as progress."""
         with self._disk_errors():
             _make_private(path, setting)
             self._locks = self._open_locks()
@@ -170,8 +174,8 @@ class ShardStore:
                     _lock(self._locks, file.name, fcntl.F_UNLCK)
 
     def fetch_ahead(self, files: Sequence[File]) -> None:
-        """Fetch the files in this order in the background, as far as there is room. An earlier list
-        is forgotten."""
+        """Fetch the files in this order in the background, while there is room. This list replaces
+        an earlier one."""
         with self._lock:
             if self._stop.is_set():
                 raise StoppedError
@@ -246,7 +250,8 @@ class ShardStore:
             return self._share(file)
 
     def _make_room(self, files: Sequence[File], locks: FileIO) -> None:
-        """Called with the room's lock. `locks` also gets the locks of the files to remove."""
+        """Make room. The caller has the room's lock. `locks` also gets the locks of removed
+        files."""
         entries = {
             item.name: item.stat(follow_symlinks=False)
             for item in os.scandir(self.path)
@@ -377,7 +382,7 @@ class ShardStore:
                 self._stop.wait(LOOK_S)
 
     def _release_one_ahead(self) -> None:
-        """Let `hold` have the room of the file that is needed last."""
+        """Give `hold` the room of the file that is needed last."""
         with self._lock:
             self._paused_until_s = time.monotonic() + 5 * LOOK_S
             if self._ahead:
@@ -386,7 +391,7 @@ class ShardStore:
                 self._pending.appendleft(file)
 
     def _check(self, file: File) -> None:
-        """A manifest of others must not lead out of the directory."""
+        """Check that a foreign manifest does not lead out of the directory."""
         if not _NAME.fullmatch(file.name):
             raise DatasetError(
                 shown(file.source),
@@ -404,14 +409,15 @@ class ShardStore:
             )
 
     def _warn(self, problem: str) -> None:
-        """Print the problem of a server, once for all threads that meet it."""
+        """Print a server's problem once for all threads."""
         if time.monotonic() - self._warned_s >= WARN_AGAIN_S:
             self._warned_s = time.monotonic()
             print(f"waiting for {problem}", file=sys.stderr, flush=True)
 
     @contextmanager
     def _room(self) -> Iterator[FileIO]:
-        """Hold the room's lock. It excludes all who count, reserve, rename or remove files."""
+        """Hold the room's lock, which excludes all threads that count, reserve, rename or remove
+        files."""
         with self._open_locks() as locks:
             _lock(locks, None, fcntl.F_WRLCK)
             yield locks
@@ -458,7 +464,7 @@ def _free_bytes(path: Path) -> int:
 
 
 def _make_private(path: Path, setting: str) -> None:
-    """Create the directory, or reject one whose content another user could have written."""
+    """Create the directory. Reject one that another user could have written."""
     with suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.lstat()

@@ -1,4 +1,4 @@
-"""`data.stream`: train on shards as they come, without an index.
+"""`data.stream`: train on shards in their order of arrival, without an index.
 
 webdataset opens the shards, groups members into samples, shuffles the samples in a buffer and
 decodes labels. Each pass deals the shards out again, to all ranks and to the few shards that a rank
@@ -6,17 +6,17 @@ reads at the same time. A rank begins its next pass when its shards end, so all 
 number of steps. The samples are a function of (list, seed, ranks, first position). A resumed run
 begins a new pass.
 
-Threads read, not the worker processes of a DataLoader: workers would keep `pipe:` commands alive
+Threads read, not the worker processes of a DataLoader. Workers would keep `pipe:` commands alive
 after the end, hide one-line errors, and fork a process that uses CUDA.
 
 A batch is made in these steps:
 
-1. One thread for each open shard gathers samples. A shard that breaks is opened again, and samples
-   that it has given are skipped.
+1. One thread for each open shard gathers samples. A shard that breaks is opened again, and its
+   earlier samples are skipped.
 2. The samples of the open shards alternate, and pass through webdataset's shuffle buffer.
 3. Threads of the loader decode chunks of samples, in order.
-4. One thread (the taker) copies decoded samples into batches. It logs, counts and skips samples
-   that cannot be used.
+4. One thread (the taker) copies decoded samples into batches. It logs, counts and skips unusable
+   samples.
 5. Threads of the loader call `finish`.
 """
 
@@ -69,11 +69,11 @@ T = TypeVar("T")
 NUM_OPEN = 4
 """Shards that a rank reads at the same time; one shard without shuffle."""
 CHUNK, CHUNKS_AHEAD = 16, 4
-"""Samples of a chunk, which threads pass on, and chunks that are read ahead of each shard."""
+"""Samples of a chunk, which threads pass on, and chunks to read ahead of each shard."""
 NUM_NAMED = 1 << 16
-"""Positions whose shard and key are remembered, for the log of skipped steps."""
+"""Positions whose shard and key are kept for the log of skipped steps."""
 MOST_IN_A_ROW = 1000
-"""Samples in a row that cannot be used before a rank fails."""
+"""Unusable samples in a row before a rank fails."""
 _DRAINED_BYTES, _LAST_WORDS_S = 1 << 20, 1.0
 _BUFFER_BYTES = 1 << 18
 _GZIP = b"\x1f\x8b"
@@ -89,13 +89,13 @@ class Decoded(NamedTuple):
     shard: str
     key: str
     image_HWC: NDArray[np.uint8] | None
-    """None if the sample cannot be used."""
+    """Pixels; None if the sample is unusable."""
     label: int
     reason: str
 
 
 class Stream:
-    """The samples that one rank reads. A sample is known by the position that it gets."""
+    """The samples that one rank reads. The position of a sample identifies it."""
 
     def __init__(self, data: StreamData, *, seed: int, world: World, log: Path | None = None):
         self.num_samples, self.stored_size = data.num_samples, data.image_size
@@ -105,11 +105,11 @@ class Stream:
         self._classes = {name: number for number, name in enumerate(data.classes)}
         self._stop, self._commands = threading.Event(), set[Any]()
         self._names: dict[int, tuple[str, str]] = {}
-        """(shard, key) of the last positions; only the taker writes it."""
+        """Shard and key of the last positions; only the taker writes them."""
 
     def names(self, ids: Ids) -> list[tuple[str, str]]:
         return [
-            self._names.get(position, ("not known any more", str(position)))
+            self._names.get(position, ("no longer known", str(position)))
             for position in ids.tolist()
         ]
 
@@ -187,7 +187,7 @@ class Stream:
                 )
 
     def _samples_of(self, url: str) -> Iterator[Sample]:
-        """Yield the samples of a shard. If it breaks, open it again and skip what was given."""
+        """Yield the samples of a shard. If it breaks, open it again and skip earlier samples."""
         source: Iterator[Sample] | None = None
         num_given = 0
 
@@ -260,10 +260,10 @@ class Stream:
         try:
             yield pipe.stream
             while pipe.stream.read(_DRAINED_BYTES):
-                pass  # closing the pipe before the output ends would end the command with an error
+                pass  # an early close of the pipe would end the command with an error
             status = pipe.proc.wait()
         except OSError:
-            with suppress(subprocess.TimeoutExpired):  # an output that is cut may be its effect
+            with suppress(subprocess.TimeoutExpired):  # may be the effect of a cut output
                 status = pipe.proc.wait(timeout=_LAST_WORDS_S)
             if not status:
                 raise
@@ -338,7 +338,8 @@ class Stream:
 
 
 def _in_order(jobs: Iterator[Future[list[T]]], *, num_ahead: int) -> Generator[T]:
-    """Yield the items of all results in the order of the jobs, with `num_ahead` jobs under way."""
+    """Yield the items of all results in the order of the jobs, with `num_ahead` jobs in
+    progress."""
     submitted = deque(itertools.islice(jobs, num_ahead))
     while submitted:
         yield from submitted.popleft().result()
@@ -383,10 +384,10 @@ class _Raw(io.RawIOBase):
 
 
 def _end(command: "subprocess.Popen[bytes]") -> None:
-    """Kill the command and all processes that it has started: members of a pipeline outlive their
-    shell, and keep its output open."""
+    """Kill the command and all its child processes: members of a pipeline outlive their shell, and
+    keep its output open."""
     with suppress(psutil.Error, ProcessLookupError):
-        command.send_signal(signal.SIGSTOP)  # it starts no more
+        command.send_signal(signal.SIGSTOP)  # stops new children
         for each in psutil.Process(command.pid).children(recursive=True):
             with suppress(psutil.Error):
                 each.kill()
@@ -448,7 +449,7 @@ class StreamBatches(Generic[T]):
         self._samples.close()
 
     def _take(self) -> Future[T]:
-        """Called by the taker only, so batches take samples in their order."""
+        """Take a batch. Only the taker calls this, so batches get samples in order."""
         positions, num_bad = next(self._positions), 0
         images = self._buffers.pictures(len(positions), self._stream.stored_size, pin=self._pin)
         images_BHWC, labels = images.numpy(), list[int]()
@@ -478,7 +479,7 @@ class StreamBatches(Generic[T]):
         if self._num_in_a_row > MOST_IN_A_ROW:
             raise UserError(
                 "data.dataset",
-                f"{self._num_in_a_row:,} samples in a row cannot be used; the last is"
+                f"{self._num_in_a_row:,} samples in a row cannot be used; the last one is"
                 f" {sample.shard}: {sample.key}: {sample.reason}",
                 "change data.label, data.image_member or the shards",
                 code="too-many-faults",

@@ -1,22 +1,22 @@
 """A split of a dataset for other training loops: `Shards` has samples by number, `ShardBatches`
 iterates batches, `ShardLoader` adds worker processes.
 
-Images are uint8 (3, H, W) squares without augmentation. The label of an unlabelled image is -1.
+Images are uint8 (3, H, W) squares without augmentation. The label of an unlabeled image is -1.
 
 A `ShardBatches` follows the line of training in order.py. Global batch i has positions [i B, (i +
 1) B) for any number of ranks and workers. Its state has two numbers:
 
 1. `epoch` counts passes. A shuffled pass has N // B full batches of N samples, and the next pass
-   begins with the samples that remain. A pass without shuffling has every sample once.
+   begins with the remaining samples. A pass without shuffling has every sample once.
 2. `samples` counts the samples that all ranks have consumed. The next batch begins at this
    position.
-3. Rank r of R takes the r-th of R nearly equal slices of each batch.
+3. Rank r of R takes slice r of R nearly equal slices of each batch.
 4. Worker w of W takes batches w, w + W, ... from `samples` on, because a DataLoader takes batches
    from its workers in turn. In a worker, `samples` is the begin of its next round of W batches.
-5. Workers have copies of the dataset, so the next pass must be told to them. `ShardLoader` counts
-   batches and passes itself. A worker of torchdata's StatefulDataLoader that ends a pass writes the
-   next epoch to shared memory. All its workers read it before the first of them begins. Workers of
-   a plain DataLoader fail, because they would repeat the first pass.
+5. Workers have copies of the dataset and must be told the next pass. `ShardLoader` counts batches
+   and passes itself. A worker of torchdata's StatefulDataLoader that ends a pass writes the next
+   epoch to shared memory. All its workers read it before the first of them begins. Workers of a
+   plain DataLoader fail, because they would repeat the first pass.
 """
 
 import math
@@ -91,13 +91,13 @@ class Shards(Dataset[tuple[Any, int]]):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the mapped shards."""
+        """Return the state for pickle, without the mapped shards."""
         return self.__dict__ | {"_reader": None}
 
 
 class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
     """This rank's slices of the global batches: (images, labels), read and decoded by threads. Each
-    pass is the next epoch. It is stateful as torchdata defines it."""
+    pass is the next epoch. The class is stateful as torchdata defines it."""
 
     def __init__(
         self,
@@ -110,8 +110,8 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         image_size: int | None = None,
         ranks: tuple[int, int] | None = None,
     ):
-        """`batch_size` counts the samples of all ranks. `ranks`: (rank, number of ranks); None:
-        from torch.distributed, or from torchrun's variables."""
+        """`batch_size`: samples of all ranks. `ranks`: (rank, number of ranks); None: from
+        torch.distributed, or from torchrun's variables."""
         self.shards = Shards(dataset, split, image_size=image_size)
         self.batch_size, self.shuffle, self._ranks = batch_size, shuffle, ranks
         manifest = self.shards.part.manifest
@@ -172,7 +172,7 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         return min(self.samples + num_batches * self.batch_size, self._begin_of(self.epoch + 1))
 
     def enter_pass(self) -> None:
-        """Begin the next pass if no batch of this one is left, as after trainers that count."""
+        """Begin the next pass if this one has no batch left, as after trainers that count."""
         if self.samples == self.end_of(1):
             self.begin_next_pass()
 
@@ -216,7 +216,7 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         self.begin_next_pass()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle with the rank, which a spawned worker cannot ask for."""
+        """Return the state for pickle with the rank, because a spawned worker cannot find it."""
         return self.__dict__ | {"_ranks": self.ranks()}
 
     def _begin_of(self, epoch: int) -> int:
@@ -237,7 +237,7 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
 
 class ShardLoader(DataLoader[Any]):
     """A DataLoader of `ShardBatches`. Its state counts the batches that the training loop has
-    received, so another number of workers continues from it."""
+    received, so another number of workers can continue."""
 
     dataset: ShardBatches
 
@@ -250,7 +250,7 @@ class ShardLoader(DataLoader[Any]):
         pin_memory: bool = False,
         multiprocessing_context: str | None = None,
     ):
-        """`collate_fn` changes a complete batch, in the workers."""
+        """`collate_fn`: function that changes a complete batch, in the workers."""
         super().__init__(
             batches,
             batch_size=None,

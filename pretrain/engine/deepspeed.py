@@ -4,8 +4,8 @@ Stages 1 to 3 keep low-precision weights, and fp32 master weights in the sharded
 keeps fp32 weights and uses autocast. All stages add up the gradients of micro-batches in fp32.
 
 A step counts only if the loss and the gradients of all ranks are finite. A loss that is not finite
-makes its gradients NaN, the reduction passes that to every rank, and the norm shows it everywhere.
-At stages 1 and 2 the update reads the norm on the device, so the host does not wait
+makes its gradients NaN, the reduction passes the NaN to every rank, and the norm shows it
+everywhere. At stages 1 and 2 the update reads the norm on the device, so the host does not wait
 (sharded_update.py). At stage 0 this file waits for the norm. DeepSpeed waits in fp16, with offload
 and at stage 3.
 
@@ -53,12 +53,12 @@ from pretrain.ranks.preemption import Interrupted
 from pretrain.ranks.world import World
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found none better
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # DeepSpeed's autotuner imports mlflow
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import deepspeed
-logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # not earlier: the import sets it
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # the import resets an earlier level
 DynamicLossScaler = deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler
 
 
@@ -66,7 +66,7 @@ def start_distributed(world: World, *, timeout_s: float) -> torch.device:
     """Join the ranks and return this rank's device."""
     on_gpu, num_gpus = torch.cuda.is_available(), torch.cuda.device_count()
     gpu = world.gpu(num_gpus)
-    if on_gpu and gpu is None:  # not final, because another node may have it
+    if on_gpu and gpu is None:  # may be retried: another node may have the GPU
         problem = f"local rank {world.local_rank} has no GPU, {num_gpus} are visible"
         raise UserError("--ranks", problem, "start one rank per GPU", code="missing-device")
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
@@ -81,12 +81,13 @@ def start_distributed(world: World, *, timeout_s: float) -> torch.device:
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     deepspeed.init_distributed("nccl" if on_gpu else "gloo", timeout=timeout, verbose=False)
     c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
-    c10d.default_pg_timeout = timeout  # of DeepSpeed's own groups, which would wait 30 minutes
+    c10d.default_pg_timeout = timeout  # DeepSpeed's own groups would wait 30 minutes
     return device
 
 
 LOSS_SCALE = {"init_scale": 2**16, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2}
-"""fp16: first scale, good steps until it doubles, lowest scale, overflows until it is halved."""
+"""Settings for fp16: first scale, good steps before it doubles, lowest scale, overflows before it
+is halved."""
 SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """State of a `DynamicLossScaler`."""
 
@@ -152,7 +153,7 @@ class DeepSpeedEngine:
             self._engine.module.compile(mode="reduce-overhead", dynamic=False)
 
     def _loss_scaler(self) -> Any:
-        """Return DeepSpeed's scaler; at stage 0, where it has none, a scaler of our own."""
+        """Return DeepSpeed's scaler, or a scaler of our own at stage 0, which has none."""
         if self.settings.zero_stage == 0:
             return DynamicLossScaler(
                 consecutive_hysteresis=False, raise_error_at_min_scale=False, **LOSS_SCALE
@@ -161,8 +162,8 @@ class DeepSpeedEngine:
         scaler.raise_error_at_min_scale = False  # the trainer counts skipped steps
 
         def only_fall(overflow: bool) -> None:
-            """DeepSpeed calls it within a step, and then divides the gradients by the new scale.
-            `_update_sharded` lets the scale grow after the step."""
+            """Lower the scale. DeepSpeed calls this within a step, and then divides the gradients
+            by the new scale. `_update_sharded` lets the scale grow after the step."""
             if overflow:
                 DynamicLossScaler.update_scale(scaler, True)
 
@@ -182,7 +183,7 @@ class DeepSpeedEngine:
                 assert logits.dtype == self._dtype, logits.dtype
                 loss = loss_of(logits, batch, label_smoothing=self.label_smoothing)
                 total += loss.detach() / len(micro_batches)
-                # all ranks see a NaN in the norm
+                # the norm shows a NaN to all ranks
                 loss = loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
                 if self._scaler is not None and self.settings.zero_stage == 0:
                     loss = loss * self._scaler.loss_scale
@@ -259,7 +260,7 @@ class DeepSpeedEngine:
         except Interrupted:
             self._state.refresh_working_weights()
             raise
-        # not in a `finally`: after another error of this rank the others would not take part
+        # not in a `finally`: after an error of one rank the others would not take part
         self._state.refresh_working_weights()
 
     # ---- state
@@ -310,8 +311,8 @@ class DeepSpeedEngine:
 
 
 def _autocast(model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Wrap the model's own forward. DeepSpeed disables an autocast around it, and DeepSpeed's own
-    would hold in the whole process."""
+    """Wrap the model's own forward: DeepSpeed disables an outer autocast, and its own autocast
+    would apply to the process."""
     plain = model.forward
 
     def forward(images_BCHW: Tensor) -> Tensor:
@@ -322,7 +323,7 @@ def _autocast(model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _end_reduction_on_device(zero: Any) -> None:
-    """Let the stream of the update wait after each backward pass instead of the host."""
+    """Let the update's stream, not the host, wait after each backward pass."""
     accelerator = deepspeed.accelerator.get_accelerator()
     end = zero.independent_gradient_partition_epilogue
 
@@ -348,7 +349,7 @@ def deepspeed_config(
         "stage": stage,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
-        # otherwise stage 3 would hold all weights of a model below a billion
+        # otherwise stage 3 would gather all weights of a model below a billion
         "stage3_prefetch_bucket_size": bucket // 8,
         "stage3_max_reuse_distance": bucket // 8,
         "stage3_max_live_parameters": bucket // 2,
@@ -356,7 +357,7 @@ def deepspeed_config(
     if updates_on_device(settings):
         if stage == 1 and plan.num_ranks == 1:
             zero["reduce_bucket_size"] = 8  # it stays empty
-        # DeepSpeed would send as much, as an all-reduce of its buckets, and copy them twice more
+        # DeepSpeed's reduce-scatter sends all-reduced buckets anyway, and copies them twice more
         zero["reduce_scatter"] = False
         # a larger weight is reduced in place, and freed before the other stream has finished
         largest = max(each.numel() for each in model.parameters())
@@ -374,7 +375,7 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
-        "timers": {"throughput": {"enabled": False}},  # it waits for the device
+        "timers": {"throughput": {"enabled": False}},  # this timer waits for the device
     }
     if stage and DTYPES[settings.precision] != torch.float32:
         config[settings.precision] = {"enabled": True}
@@ -386,7 +387,7 @@ def deepspeed_config(
                 "min_loss_scale": LOSS_SCALE["min_scale"],
                 "hysteresis": LOSS_SCALE["delayed_shift"],
             }
-        # in bf16 at stage 1 it would choose the BF16_Optimizer, whose state differs
+        # in bf16 at stage 1 DeepSpeed would choose the BF16_Optimizer, whose state differs
         if stage > 1 or settings.precision == "fp16" or settings.offload != "none":
             config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config

@@ -1,7 +1,7 @@
 """The exponential moving average of the weights, in fp32 shards next to the optimizer's state.
 
-It starts as a copy of the weights. After each update that was applied it moves by (1 - decay)
-towards them. It costs four bytes per weight of a shard and one pass.
+The average starts as a copy of the weights. After each applied update it moves by (1 - decay)
+toward them. It costs four bytes per weight of a shard and one pass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _SWAP_ELEMENTS = 2**24
-"""Elements that are swapped at once, so no second copy of the shards is needed."""
+"""Elements that are swapped at once: no second copy of the shards is needed."""
 
 
 class WeightAverage:
@@ -22,7 +22,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, applied: Tensor | bool) -> None:
-        if torch.is_tensor(applied):  # on the device, and nobody waits for it
+        if torch.is_tensor(applied):  # on the device; the host does not wait
             share = applied.float() * (1 - self.decay)
             for average, weight in zip(self.shards, self._weights, strict=True):
                 average.lerp_(weight, share)

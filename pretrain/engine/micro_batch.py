@@ -1,15 +1,15 @@
 """`train.local_batch_size: auto`: find the largest micro-batch that fits into memory.
 
-The size changes how gradients are rounded, so a resumed run must keep it. RUN/micro_batch.json
-maps each situation (device, number of ranks, engine) to its size.
+The size changes how gradients are rounded, so a resumed run must keep it. RUN/micro_batch.json maps
+each situation (device, number of ranks, engine) to its size.
 
-1. A size in the file for this situation is taken.
-2. Otherwise each rank tries its complete share of the global batch: one step of a copy of the
+1. If the file has a size for this situation, use it.
+2. Otherwise each rank tries its complete part of the global batch: one step of a copy of the
    model. On a GPU, placeholders occupy the bytes that the engine, prepared images and the
-   augmentation will hold. If memory runs out, the rank tries half as many samples.
-3. The lowest size over all ranks is taken. The first rank writes it down and prints it.
+   augmentation will need. If memory runs out, the rank tries half as many samples.
+3. The first rank writes and prints the lowest size over all ranks.
 
-On a CPU, Linux may end the process instead of refusing memory; set a number then.
+On a CPU, Linux may kill the process instead of refusing memory; set a number in this case.
 """
 
 import copy
@@ -39,7 +39,7 @@ FILE = "micro_batch.json"
 SPARE_FRACTION = 0.08
 """Fraction of a GPU's memory that stays free, for fragments and libraries."""
 AUGMENTED_COPIES = 4
-"""fp32 images that augmentation on a GPU may hold at once for each image of the batch."""
+"""Largest number of fp32 images that augmentation on a GPU holds for each image of the batch."""
 REMEDY = "set a higher engine.zero_stage, or use more ranks"
 OUT_OF_MEMORY = re.compile("out of memory|ALLOC_FAILED|can't allocate memory|bad_alloc")
 """Messages of torch, cuBLAS and the CPU's allocator; some are not a torch.OutOfMemoryError."""
@@ -54,7 +54,7 @@ def micro_batch_size(
     world: World,
     remedy: str = REMEDY,
 ) -> int:
-    """Return the config's local batch size or, if it is auto, the largest that fits."""
+    """Return the config's local batch size or, for auto, the largest that fits."""
     share = check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
     if settings.train.local_batch_size != "auto":
         return share
@@ -84,7 +84,7 @@ def micro_batch_size(
             ),
             0,
         )
-    size = lowest_over_ranks(size, device=device)  # no rank may raise before all are at this call
+    size = lowest_over_ranks(size, device=device)  # before any rank raises
     if size == 0:
         error = UserError(
             "train.local_batch_size",
@@ -127,7 +127,7 @@ def engine_bytes(model: nn.Module, *, settings: PretrainSettings, num_ranks: int
         engine.precision,
         num_ranks,
         num_states=NUM_STATES[settings.optimizer.name],
-        accumulation_steps=2,  # the size may need it, and it takes more memory
+        accumulation_steps=2,  # the size may need accumulation, which takes more memory
         ema=settings.train.ema_decay is not None,
         offload=engine.offload,
     )
@@ -172,7 +172,7 @@ def run_trial_step(
     image_size: int,
     device: torch.device,
 ) -> None:
-    """Run a step as the engine will. It is not compiled: a compiled step needs no more memory."""
+    """Run a step as the engine will, but not compiled: a compiled step needs no more memory."""
     dtype = DTYPES[settings.engine.precision]
     input_dtype = dtype if settings.engine.zero_stage else torch.float32
     shape = (size, 3, image_size, image_size)

@@ -1,14 +1,13 @@
-"""What DeepSpeed holds in shards - fp32 weights, optimizer state, averages - read and written
-whole, by parameter name.
+"""Read and write DeepSpeed's sharded state (fp32 weights, optimizer state, averages) as complete
+tensors by parameter name.
 
-All that is known here of DeepSpeed's private layout is which flat tensors the wrapped optimizer
-steps and whose elements they are; the rest follows from that, for every stage and with or without
-offload. It needs no import of deepspeed: parameters and optimizers carry what is asked for.
-tests/distributed hold it for every stage and precision.
+This file depends on one part of DeepSpeed's private layout: the flat tensors that the wrapped
+optimizer steps, and the parameters of their elements. This works for every stage, with and without
+offload, and does not import deepspeed. tests/distributed check every stage and precision.
 
-Reading: the ranks' shards are gathered on the first rank, piece by piece, and copied from there
-straight into (pinned) host memory; the others pay for nothing else. Writing: each rank takes its
-own elements out of the whole tensors, without any communication.
+Reading: the first rank gathers the ranks' shards piece by piece, and copies them into (pinned) host
+memory. The other ranks need no extra memory. Writing: each rank takes its own elements out of the
+complete tensors, without communication.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,23 +22,23 @@ from pretrain.optim.segments import Layout, Segment, cut_across, cut_each
 from pretrain.ranks.world import World
 
 _GATHERED_ELEMENTS = 2**26
-"""Of all ranks together: what the first rank's device has to spare while it gathers."""
+"""Elements of all ranks together that the first rank's device holds while it gathers."""
 
 
 class ShardedState:
     def __init__(
         self, module: nn.Module, optimizer: Any, *, stage: int, world: World, device: torch.device
     ):
-        """`optimizer`: what `deepspeed.initialize` returned."""
+        """`optimizer`: the optimizer of `deepspeed.initialize`."""
         self.stage, self.world, self.device, self._optimizer = stage, world, device, optimizer
         self.plain: Any = optimizer if stage == 0 else optimizer.optimizer
-        """The optimizer that the caller had made."""
+        """The caller's optimizer, without DeepSpeed's wrapper."""
         named = list(module.named_parameters())
         self._names = [name for name, _ in named]
         self._shapes = [tuple(getattr(each, "ds_shape", each.shape)) for _, each in named]
         numbers = {id(each): number for number, (_, each) in enumerate(named)}
         self.layouts = dict(self._layouts(numbers))
-        """Of every tensor that the optimizer steps."""
+        """Layout of every tensor that the optimizer steps."""
 
     # ---- the layout: private
     # ---------------------------------------------------------------------------------------
@@ -70,20 +69,20 @@ class ShardedState:
 
     @torch.no_grad()
     def refresh_working_weights(self) -> None:
-        """What the model computes with (low-precision, gathered) anew from the fp32 shards."""
+        """Update the working weights (low-precision, gathered) from the fp32 shards."""
         zero = self._optimizer
         if self.stage in (1, 2):
             zero.update_lp_params()
         elif self.stage == 3:
-            zero._partition_all_parameters()  # what was gathered before is out of date
+            zero._partition_all_parameters()  # gathered weights are out of date
             for number in range(len(self.layouts)):
                 zero._reassign_or_swap_out_partitioned_parameters(number)
             if len(zero.persistent_parameters) > 0:
                 zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
     def forget_gradients(self) -> None:
-        """After a skipped step. With offload and fp32 accumulation 0.19.8 would go on adding to
-        gradients that are not finite."""
+        """Drop the gradients of a skipped step. DeepSpeed 0.19.8, with offload and fp32
+        accumulation, would add to gradients that are not finite."""
         if self.stage in (1, 2):
             self._optimizer.averaged_gradients.update(
                 dict.fromkeys(self._optimizer.averaged_gradients)
@@ -96,7 +95,7 @@ class ShardedState:
         return list(self.layouts)
 
     def kinds(self) -> list[str]:
-        """Names of the per-weight state tensors, the same on every rank."""
+        """Return names of the per-weight state tensors, the same on every rank."""
         found = set[str]()
         for tensor in self.layouts:
             state = self.plain.state.get(tensor, {})
@@ -111,7 +110,8 @@ class ShardedState:
         return [self.plain.state[tensor][kind] for tensor in self.layouts]
 
     def create(self, kinds: Sequence[str], *, num_updates: int) -> None:
-        """What the optimizer's first steps would have made, so that there is something to fill."""
+        """Create the state that the optimizer's first steps would make, so a restore can fill
+        it."""
         counts = counts_steps(self.plain)
         for tensor in self.layouts:
             state = self.plain.state[tensor]
@@ -120,13 +120,13 @@ class ShardedState:
             if counts and num_updates:
                 state["step"] = torch.tensor(float(num_updates), device=tensor.device)
 
-    # ---- whole tensors
+    # ---- complete tensors
     # ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def read(self, kinds: Mapping[str, Sequence[Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """{kind: {name: a whole copy on the host}} on the first rank, which waits for its device
-        once; nothing on the others."""
+        """Return {kind: {name: complete copy on the host}} on the first rank, which waits for its
+        device once. Other ranks get empty mappings."""
         whole_of = {kind: self._read_one(shards) for kind, shards in kinds.items()}
         if self.world.is_first and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -153,8 +153,8 @@ class ShardedState:
         return found
 
     def _pieces(self, shard: Tensor) -> Iterator[Tensor]:
-        """Contiguous fp32 pieces on the device, few enough elements that all ranks' fit beside each
-        other."""
+        """Yield contiguous fp32 pieces on the device. The first rank's device can hold the pieces
+        of all ranks."""
         for piece in torch.split(
             shard.detach(), max(1, _GATHERED_ELEMENTS // self.world.num_ranks)
         ):
@@ -181,7 +181,7 @@ class ShardedState:
 def _copy_out(
     piece: Tensor, offset: int, segments: Sequence[Segment], rows: Sequence[Tensor]
 ) -> None:
-    """Where a piece of a shard, which begins at `offset` in it, belongs in the flattened
+    """Copy a piece, which begins at `offset` in its shard, to its positions in the flat
     parameters."""
     for each in segments:
         low = max(each.offset, offset)

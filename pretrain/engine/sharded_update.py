@@ -6,7 +6,7 @@ four times more. Backward passes and the reduction are DeepSpeed's.
 1. The reduction has left the averaged gradients of each flat shard, as a row of pieces.
 2. The ranks exchange one number for the norm of all shards.
 3. `share` multiplies the gradients: 1, less with clipping, NaN if the norm is not finite.
-4. The optimizer steps the shards. If the share is not finite, it changes nothing. Lion also writes
+4. The optimizer steps the shards. If `share` is not finite, nothing changes. Lion also writes
    the working weights. Other optimizers get `grad_scale` and `found_inf`, as torch's GradScaler
    passes them.
 5. The working weights are gathered.
@@ -63,10 +63,10 @@ class ShardedUpdate:
                 dist.all_gather_into_tensor(whole, copy, group=zero.dp_process_group)
         for kept in (zero.averaged_gradients, zero.all_grad_tensors):
             kept.update(dict.fromkeys(kept))
-        zero.micro_step_id = -1  # as before a step's first micro-batch
+        zero.micro_step_id = -1  # its value before a step's first micro-batch
 
     def _pieces(self, number: int) -> list[Tensor]:
-        """Return the pieces of a shard's gradient, from its first element on. Padding has none."""
+        """Return the pieces of a shard's gradient, from its first element on, without padding."""
         if self._keeps_gradients:
             parameters = self._zero.round_robin_bit16_groups[number]
             gradients = [self._zero.get_param_gradient_attribute(each) for each in parameters]

@@ -1,7 +1,7 @@
-"""What one training step is, for every task and engine: the loss of a prepared batch, and the
-engine's contract.
+"""One training step of every task and engine: the loss of a prepared batch, and the `Engine`
+interface.
 
-Pretraining (DeepSpeed) and fine-tuning (accelerate) run the same `Trainer` over two implementations
+Pretraining (DeepSpeed) and fine-tuning (accelerate) run the same `Trainer` with two implementations
 of `Engine`. Shapes: B batch, K classes.
 """
 
@@ -27,7 +27,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-"""By `engine.precision`."""
+"""Type of the working weights by `engine.precision`."""
 SUMMED_ELEMENTS = 2**16
 
 
@@ -38,7 +38,7 @@ def span(name: str) -> AbstractContextManager[object]:
 
 
 def working_in(precision: str) -> AbstractContextManager[None]:
-    """Around forward and backward passes."""
+    """Set the precision of products in forward and backward passes."""
     return (
         products(in_tf32=precision == "tf32")
         if DTYPES[precision] == torch.float32
@@ -47,9 +47,11 @@ def working_in(precision: str) -> AbstractContextManager[None]:
 
 
 def norm_of(tensors: list[Tensor]) -> Tensor:
-    """Of all together, in fp32. On a CPU in rows of `SUMMED_ELEMENTS`, for there torch adds the
-    squares of a tensor up one after the other: the norm of 12 million elements, a large head, would
-    be off by 0.04 %, that of 50 million by 0.4 %.
+    """Return the norm of all tensors together, in fp32.
+
+    On a CPU, torch adds the squares of a tensor one after the other. Without rows of
+    `SUMMED_ELEMENTS` the norm of 12 million elements (a large head) would be off by 0.04 %, of 50
+    million by 0.4 %.
     """
     if tensors[0].device.type == "cpu":
         tensors = [
@@ -60,50 +62,51 @@ def norm_of(tensors: list[Tensor]) -> Tensor:
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Of malloc.h."""
+"""Constants of malloc.h."""
 
 
 def keep_freed_memory() -> None:
-    """For the rest of a process that computes on a CPU: what a step frees the next one takes again.
-    glibc would hand it back to the kernel each time, which clears every page anew: a fifth of a
-    small Mixer's step. The peak is the same. Tensors above 1 GiB, which would leave holes, are
-    still handed back."""
+    """Let a process that computes on a CPU reuse the memory that a step frees.
+
+    Otherwise glibc returns it to the kernel, which clears every page again: a fifth of a small
+    Mixer's step. The peak is the same. Tensors above 1 GiB are still returned, because they would
+    leave holes.
+    """
     set_malloc = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_malloc is not None:  # other C libraries have none
         set_malloc(M_MMAP_THRESHOLD, 1 << 30) or set_malloc(
             M_MMAP_THRESHOLD, 1 << 25
-        )  # older glibc takes no more
+        )  # older glibc allows no more
         set_malloc(M_TRIM_THRESHOLD, -1)  # never
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """On the device: reading a number waits for the step, which only the trainer decides to do."""
+    """Numbers on the device. Reading one waits for the step; only the trainer does that."""
 
     loss: Tensor
-    """Mean over this rank's share of the global batch."""
+    """Mean over this rank's part of the global batch."""
     gradient_norm: Tensor | float
-    """Of the global batch, before clipping; not finite where the step was skipped for its
-    gradients."""
+    """Norm for the global batch, before clipping. It is not finite if gradients caused a skip."""
     applied: Tensor | bool = True
-    """False on all ranks if the loss or a gradient of any rank was not finite: then nothing has
-    changed but fp16's loss scale."""
+    """False on all ranks if the loss or a gradient of any rank was not finite. Such a step changes
+    only fp16's loss scale."""
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """Whole and independent of ranks and ZeRO stages: fp32 weights and kept buffers by name,
+    """Complete state, independent of ranks and ZeRO stages: fp32 weights and kept buffers by name,
     optimizer state as KIND.NAME.
 
-    With a moving average of the weights, `weights` are the averaged ones, which people use, and
-    those that training goes on from are `optimizer["weight.NAME"]`.
+    If the run has a moving average, `weights` are the averaged weights, and training resumes from
+    `optimizer["weight.NAME"]`.
     """
 
     weights: dict[str, Tensor] = field(default_factory=dict)
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     num_updates: int = 0
     scale: dict[str, float] = field(default_factory=dict)
-    """fp16: all of the dynamic loss scale's state."""
+    """Complete state of fp16's dynamic loss scale."""
 
 
 class Engine(Protocol):
@@ -111,30 +114,29 @@ class Engine(Protocol):
     input_dtype: torch.dtype
 
     def train_step(self, micro_batches: Sequence[Prepared], *, lr: float) -> StepResult:
-        """One update from this rank's micro-batches of one global batch."""
+        """Make one update from this rank's micro-batches of one global batch."""
 
     def logits(self, images: Tensor) -> Tensor:
-        """float32 logits in evaluation mode; every rank calls it equally often."""
+        """Return float32 logits in evaluation mode. Every rank calls it equally often."""
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Inside the block `logits` uses the averaged weights, where there are any, else the
-        weights; every rank enters it."""
+        """Let `logits` use the averaged weights, if there are any, inside the block. Every rank
+        enters it."""
 
     def weight(self, name: str) -> Tensor | None:
-        """One weight, whole, on the device, as the model works with it; called by every rank, and
-        the first rank gets it."""
+        """Return one complete working weight on the first rank's device. Every rank calls it."""
 
     def export_state(self) -> EngineState:
-        """Called by every rank; the first rank gets the state, which later training does not touch,
-        the others an empty one."""
+        """Return the state on the first rank, and an empty one on the others. Every rank calls it.
+        Later training does not change the state."""
 
     def import_state(self, state: EngineState) -> None:
-        """Called by every rank with the whole state."""
+        """Load the complete state. Every rank calls it."""
 
 
 def checkpoint_activations(model: Any) -> None:
-    """From now on the model computes its blocks' activations again in the backward pass, instead of
-    keeping them."""
+    """Let the model recompute its blocks' activations in the backward pass instead of keeping
+    them."""
     try:
         model.set_grad_checkpointing(True)
     except (AttributeError, ValueError) as error:
@@ -147,23 +149,25 @@ def checkpoint_activations(model: Any) -> None:
 
 
 def compile_blocks(model: nn.Module, **how: Any) -> None:
-    """Compiles the blocks (`repeated_parts`) one by one, in place: a wrapper would rename the
-    weights. Blocks of one kind share their graphs, so that a deep model is compiled as quickly as a
-    shallow one, and between the backward passes of two blocks gradients are on their way to other
-    ranks: the one graph of a whole model would hand them over at its end.
+    """Compile the blocks (`repeated_parts`) one by one, in place, because a wrapper would rename
+    weights.
+
+    Blocks of one kind share their graphs, so a deep model compiles as quickly as a shallow one.
+    Gradients are sent between the backward passes of two blocks; one graph of the model would send
+    them at its end.
     """
     parts = repeated_parts(model) or [model]
     config = torch._dynamo.config
     config.recompile_limit = max(
         config.recompile_limit, 2 * len(parts)
-    )  # of one class: each in training and in evaluation
+    )  # for one class: each part in training and in evaluation
     for part in parts:
         part.compile(dynamic=False, **how)
 
 
 def repeated_parts(model: nn.Module) -> list[nn.Module]:
-    """The blocks of any model, timm's included: of each sequence of modules of one kind its
-    members, if these have modules within them, but no such sequence."""
+    """Return the blocks of any model, also timm's: the members of the innermost sequences of one
+    class whose members contain modules."""
     children = list(model.children())
     found = [part for child in children for part in repeated_parts(child)]
     is_sequence = (
@@ -176,8 +180,9 @@ def repeated_parts(model: nn.Module) -> list[nn.Module]:
 
 
 def loss_of(logits_BK: Tensor, batch: Prepared, *, label_smoothing: float) -> Tensor:
-    """Mean cross-entropy against one label each, or against a mixture of two."""
-    if logits_BK.is_cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # else they are fake: there is no device to compile for
+    """Return the mean cross-entropy against one label each, or against a mixture of two."""
+    # fake tensors have no device to compile for
+    if logits_BK.is_cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return _compiled_loss()(
             logits_BK, batch.labels_B, batch.other_labels_B, batch.weight_B, label_smoothing
         )
@@ -202,9 +207,11 @@ def one_pass_loss(
     weight_B: Tensor | None,
     smoothing: float,
 ) -> Tensor:
-    """The same number in the operations that a compiler makes one pass over the logits of, and of
-    the gradient another: classes are compared in the place of an index, whose gradient would be
-    scattered into zeros. Without a compiler it is slower.
+    """Return the same loss by operations that a compiler fuses into one pass over the logits and
+    one over the gradient.
+
+    Classes are compared, not indexed: the gradient of an index would be scattered into zeros.
+    Without a compiler this is slower.
     """
     wide_BK = logits_BK.float()
     classes_K = torch.arange(logits_BK.shape[1], device=logits_BK.device)
@@ -216,13 +223,13 @@ def one_pass_loss(
     if others_B is not None and weight_B is not None:
         chosen_B = torch.lerp(of(others_B), chosen_B, weight_B)
     losses_B = torch.logsumexp(wide_BK, dim=1) - (1 - smoothing) * chosen_B
-    if smoothing:  # or a logit of -inf, of any class, would make it NaN
+    if smoothing:  # otherwise a logit of -inf, of any class, would make the loss NaN
         losses_B = losses_B - smoothing * wide_BK.mean(dim=1)
     return losses_B.mean()
 
 
 @functools.cache
 def _compiled_loss() -> Callable[..., Tensor]:
-    """Whether the model is compiled or not: as single operations two cross-entropies of 16,384 x
-    11,230 logits move 17.7 GB."""
+    """Compile the loss, even if the model is not compiled. As single operations, two
+    cross-entropies of 16,384 x 11,230 logits move 17.7 GB."""
     return torch.compile(one_pass_loss, dynamic=False)

@@ -1,17 +1,17 @@
 """The cost of a ZeRO stage: bytes that a rank holds and sends in a step, and the time of a step.
 
-P parameters on N ranks; w bytes per weight in the forward pass (4 in fp32, 2 in bf16 and fp16;
-stage 0 keeps fp32 weights in any precision); K optimizer values per weight (Lion and SGD 1,
-AdamW 2), in fp32, as the master weights and the average are.
+P parameters on N ranks; w bytes per weight in the forward pass: 4 in fp32, 2 in bf16 and fp16.
+Stage 0 keeps fp32 weights in any precision. The optimizer keeps K values per weight (Lion and SGD
+1, AdamW 2), in fp32, as the master weights and the average are.
 
-    stage  weights  master   optimizer  gradients               sent in a step of A micro-batches
-    0      4 P      -        4 K P      4 P                     2 r 4 P
-    1      w P      4 P / N  4 K P / N  w P / N, or the sum *   2 r w P + r w P
-    2      w P      4 P / N  4 K P / N  4 P / N                 2 r w P A + r w P
-    3      w P / N  4 P / N  4 K P / N  4 P / N                 at most 3 r w P A
+    stage  weights  master  optimizer  gradients             sent in a step of A micro-batches
+    0      4 P      -       4 K P      4 P                   2 r 4 P
+    1      w P      4 P/N   4 K P/N    w P/N, or the sum *   2 r w P + r w P
+    2      w P      4 P/N   4 K P/N    4 P/N                 2 r w P A + r w P
+    3      w P/N    4 P/N   4 K P/N    4 P/N                 at most 3 r w P A
 
-* The sum over micro-batches is in fp32: in bf16 4 P + 4 P / N, on one rank 4 P; in fp32 8 P, on one
-  rank 4 P. fp16 and offload have 4 P + 4 P / N without accumulation, too.
+* The sum over micro-batches is in fp32. It takes 4 P + 4 P/N in bf16 and 8 P in fp32, or 4 P on
+  one rank. fp16 and offload have 4 P + 4 P/N without accumulation, too.
 
 r = (N - 1) / N is the fraction that a ring sends. Stage 1 reduces once a step, stages 2 and 3 with
 each micro-batch. Stage 2 reduces by an all-reduce. Stage 3 gathers the weights twice and scatters
@@ -36,14 +36,14 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Offload = Literal["none", "optimizer", "all"]
 
 NUM_STATES = {"lion": 1, "sgd": 1, "adamw": 2}
-"""K, by `optimizer.name`."""
+"""Optimizer values per weight (K), by `optimizer.name`."""
 MAX_BUCKET_ELEMENTS = 25_000_000
 """Gradients that are reduced together. DeepSpeed's default of 500 million takes 1 GB in bf16 even
 for a small model."""
 
 
 def bucket_elements(num_parameters: int) -> int:
-    return min(-(-num_parameters // 8) * 8, MAX_BUCKET_ELEMENTS)  # DeepSpeed wants an even number
+    return min(-(-num_parameters // 8) * 8, MAX_BUCKET_ELEMENTS)  # DeepSpeed needs it even
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,11 @@ def bytes_sent(training: Training) -> float:
 class Cluster:
     gpus_per_node: int
     gbit_per_s: float = 200
-    """Bandwidth of a node's network, which a ring over several nodes crosses once."""
+    """Bandwidth of a node's network. A ring over several nodes uses it once."""
     gbit_per_s_inside: float = 3600
     """Bandwidth between two GPUs of a node: 3600 for NVLink 4, 500 for PCIe 5."""
     teraflops: float = 300
-    """What a GPU is assumed to reach."""
+    """Assumed throughput of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -128,15 +128,15 @@ class Plan:
     num_states: int = 1
     stage: Stage = 1
     micro_batch_size: int | None = None
-    """Samples that a rank takes at once; None: its complete share of the batch."""
+    """Samples that a rank processes at once; None: its complete part of the batch."""
 
     @property
     def step_flops(self) -> int:
-        """Operations of the forward and backward pass of the complete batch."""
+        """Return the FLOP of the forward and backward pass of the complete batch."""
         return 3 * 2 * self.cost.multiply_adds * self.global_batch_size
 
     def gpu_hours(self, num_steps: int) -> float:
-        """Return a lower bound: GPUs that only compute, at `teraflops`."""
+        """Return a lower bound, for GPUs that only compute, at `teraflops`."""
         return num_steps * self.step_flops / (self.cluster.teraflops * 1e12) / 3600
 
     def training(self, stage: Stage, num_nodes: int) -> Training:
@@ -155,10 +155,10 @@ class Plan:
         """Return compute + network time that is not hidden.
 
         Stages 1 and 2 reduce gradients in k buckets during the backward pass (two thirds of the
-        compute; stage 1 in the last micro-batch, stage 2 in each), and stage 3 fetches weights
+        compute). Stage 1 does so in the last micro-batch, stage 2 in each. Stage 3 fetches weights
         during both passes. A reduction r during compute b hides min(b, r) (1 - 1/k), because the
-        last bucket comes after it. Stage 0 reduces after the backward pass, and stages 1 and 2
-        gather weights after the update.
+        last bucket comes after it. Stage 0 reduces after the backward pass. Stages 1 and 2 gather
+        weights after the update.
         """
         cluster, training = self.cluster, self.training(self.stage, num_nodes)
         gbit_per_s = cluster.gbit_per_s_inside
@@ -177,7 +177,7 @@ class Plan:
         return compute_s + network_s - hidden_s
 
     def best(self, num_nodes: Sequence[int]) -> int:
-        """Return the number of nodes with the shortest step, the least of equal ones."""
+        """Return the lowest number of nodes with the shortest step."""
         return min(num_nodes, key=lambda count: (self.step_s(count), count))
 
 
@@ -225,11 +225,11 @@ def _ms(seconds: float) -> str:
 
 
 def in_hours(hours: float) -> str:
-    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"  # a bound has no more digits
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"  # a bound needs no more digits
 
 
 def print_plan(plan: Plan, num_nodes: Sequence[int], console: "Console") -> None:
-    """Print a row for each number of nodes: bytes at the four stages, and a step at the plan's."""
+    """Print a row for each number of nodes: bytes at the four stages, and the plan's step time."""
     from rich.table import Table
 
     cluster, best = plan.cluster, plan.best(num_nodes)

@@ -35,7 +35,7 @@ class Scores:
     real: float | None = None
     """Top-1 by ReaL labels; None if the split has none."""
     class_top1: float | None = None
-    """Mean of the classes' top-1; None if the classes are equally large."""
+    """Mean of the classes' top-1; None if all classes have the same size."""
 
     def metrics(self, prefix: str) -> dict[str, float]:
         return {
@@ -55,8 +55,8 @@ def evaluate(
     stop: StopFlag,
     num_threads: int = 1,
 ) -> Scores:
-    """Return the scores of all ranks together. Once a rank is to stop, all ranks raise Interrupted
-    at the same batch."""
+    """Return the scores of all ranks together. If a rank must stop, all ranks raise Interrupted at
+    the same batch."""
     device, num_bad = augmentation.device, 0
     sums, real_sums = (torch.zeros(size, dtype=torch.float64, device=device) for size in (4, 2))
     hits_2K = sums.new_zeros(2, 0)  # (correct, number) of each class
@@ -114,7 +114,7 @@ def evaluate(
 
 
 def _heeding(stop: StopFlag, batches: Iterator[Batch], *, device: torch.device) -> Iterator[Batch]:
-    """Yield the batches until ranks are to stop. They agree one batch late, without a wait."""
+    """Yield the batches until a rank must stop. Ranks agree one batch late, without a wait."""
     vote: Exchange | None = None
     while True:
         with stop.waiting():

@@ -1,7 +1,7 @@
-"""Garbage collection at the same steps on all ranks.
+"""Collect garbage at the same steps on all ranks.
 
 Python collects when its own counters are full. Each rank would do that at another step, and the
-other ranks would wait for it.
+other ranks would wait.
 """
 
 import gc
@@ -15,7 +15,7 @@ COLLECT_EVERY_STEPS = 50
 
 @contextmanager
 def fixed_collection() -> Iterator[None]:
-    """Turn automatic collection off. Objects that exist already are not looked at again."""
+    """Turn automatic collection off. Existing objects are not checked again."""
     was_enabled = gc.isenabled()
     gc.disable()
     gc.collect()

@@ -1,7 +1,7 @@
-"""The speed of training (`Meter`), and the peak FLOP/s of a device, for MFU.
+"""The throughput of training (`Meter`), and the peak FLOP/s of a device, for MFU.
 
-The peak is the dense rate in a GPU's data sheet. For other GPUs and for CPUs it is measured with a
-product of two square matrices, on all ranks at once, because ranks may share cores.
+The peak is the dense value in a GPU's data sheet. For other GPUs and for CPUs a product of two
+square matrices measures it. All ranks measure at once, because they may share cores.
 """
 
 import re
@@ -34,7 +34,7 @@ SHEETS = (
     (r"RTX 3090", {"bf16": 71.0, "fp16": 71.0, "tf32": 35.6, "fp32": 35.6}),
     (r"RTX 4090", {"bf16": 165.2, "fp16": 165.2, "tf32": 82.6, "fp32": 82.6}),
 )
-"""A part of a GPU (MIG) and a variant (RTX 4090 D) have other names, and are measured."""
+"""Peaks by name. A MIG part and a variant (RTX 4090 D) have other names, and are measured."""
 MEASURE_S = 0.15
 
 
@@ -69,7 +69,7 @@ def listed_teraflops(name: str, *, precision: str) -> float | None:
 
 
 def measured_peak(device: torch.device, *, precision: str) -> Peak:
-    """Measure the fastest of some products after one to warm up. CPUs use fp32, because many take
+    """Measure the fastest of some products after a warm-up. CPUs use fp32, because many take
     seconds for such a product in bf16 or fp16."""
     on_gpu = device.type == "cuda"
     side, dtype = 1024, torch.float32
@@ -97,8 +97,8 @@ def measured_peak(device: torch.device, *, precision: str) -> Peak:
 
 @dataclass
 class Meter:
-    """The speed of training. A step lasts from the end of the previous step to its own end. After
-    an evaluation or a checkpoint the clock is restarted."""
+    """The throughput of training. A step lasts from the end of the previous step to its own end.
+    The clock restarts after an evaluation or a checkpoint."""
 
     global_batch_size: int
     flops_per_image: float
@@ -130,8 +130,8 @@ class Meter:
         return self._num_steps * self.global_batch_size / max(self._all_s, 1e-9)
 
     def reading(self) -> dict[str, float]:
-        """Return the speed since the last reading, and this rank's peak memory in GB (2^30). It
-        does not wait for the device."""
+        """Return the throughput since the last reading, and this rank's peak memory in GB (2^30),
+        without waiting for the device."""
         elapsed_s = max(sum(self._seconds), 1e-9)
         images_per_s = len(self._seconds) * self.global_batch_size / elapsed_s
         teraflops = self.flops_per_image * images_per_s / 1e12

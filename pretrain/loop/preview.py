@@ -1,6 +1,6 @@
-"""`pretrain preview`: a sheet of the model's input images after augmentation, with their labels.
+"""Draw a sheet of the model's input images after augmentation, with labels (`pretrain preview`).
 
-They are the images of the run itself, from the beginning of any epoch, without normalization.
+The sheet shows images of the run itself, from the beginning of any epoch, without normalization.
 """
 
 from contextlib import closing
@@ -28,7 +28,7 @@ def preview(
     if count < 2 or count % 2:
         raise UserError(
             "count",
-            f"{count} is not valid, because MixUp takes images in pairs",
+            f"{count} is not valid, because MixUp combines images in pairs",
             "choose an even number",
             code="bad-value",
         )
@@ -63,7 +63,7 @@ def preview(
         try:
             fed = next(batches)
         finally:
-            batches.end_waits()  # before its end, which would last as long as a download
+            batches.end_waits()  # without it, the end may wait for a download
             batches.close()
     facts = f"epoch {epoch}  ·  {data.image_size} px  ·  {settings.augment.recipe}"
     title = f"{data.name}, as {Path(settings.run_dir).name} sees it"

@@ -1,5 +1,5 @@
-"""The traces of `tracking.profile`: RUN/profile/rank-0000.json.gz, for Perfetto or chrome://tracing.
-Each step is a `ProfilerStep#N`, with the spans of its parts (engine/step.py)."""
+"""The traces of `tracking.profile`: RUN/profile/rank-0000.json.gz, for Perfetto or
+chrome://tracing. Each step is a `ProfilerStep#N`, with the spans of its parts (engine/step.py)."""
 
 import os
 import sys
@@ -32,7 +32,7 @@ class ProfileWindow:
         if self._profiler is None:
             kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu
             if not self._on_gpu:
-                os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it reports that no GPU exists
+                os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # hides "no GPU" reports
             self._profiler = profile(activities=kinds, acc_events=True)
             self._profiler.start()
         self._step.close()

@@ -1,10 +1,10 @@
-"""Steps that the engine skipped because the loss or a gradient was not finite: counted, named, and
-an error if there are too many in a row.
+"""Count and record the steps that the engine skipped because the loss or a gradient was not finite.
+Too many in a row are an error.
 
 A skipped step changes only the position in the data, on every rank. RUN/skipped_steps/rank-R.jsonl
-gets a line for each sample (step, loss, sample, shard, key): from the ranks whose own loss was not
-finite, or from all ranks if only gradients were not. In fp16, steps with finite losses are skipped
-while the loss scale is searched; they are counted, and not written.
+gets a line for each sample (step, loss, sample, shard, key). Only ranks whose own loss was not
+finite write, or all ranks if only gradients were not. In fp16, steps with finite losses are skipped
+while the loss scale is searched; they are counted, but not written.
 """
 
 import json
@@ -20,7 +20,7 @@ from pretrain.data.stream import Stream
 from pretrain.ranks.collectives import Agreed
 
 MAX_WRITTEN = 50
-"""Steps that a process writes."""
+"""Largest number of steps that a process writes."""
 
 
 class TooManySkippedSteps(UserError):  # noqa: N818
@@ -53,7 +53,7 @@ class SkippedSteps:
         self.total, self.in_a_row = total, in_a_row
 
     def note(self, step: int, agreed: Agreed) -> None:
-        """Note a step. `step`: the number of steps that are done with this one."""
+        """Note a step. `step`: number of finished steps, including this one."""
         if agreed.applied:
             self.in_a_row, self._are_named = 0, False
             return
@@ -76,8 +76,8 @@ class SkippedSteps:
             )
         raise TooManySkippedSteps(
             "train.max_skipped_steps",
-            f"{self.in_a_row} steps in a row, to step {step}, had a loss or gradients that are not"
-            f" finite (the last loss is {agreed.loss})",
+            f"{self.in_a_row} steps in a row, up to step {step}, had a loss or gradients that are"
+            f" not finite (the last loss is {agreed.loss})",
             fix,
             code="not-finite",
         )

@@ -1,15 +1,16 @@
-"""One training from validated settings to its end. `pretrain train` and `finetune tune` are two
-`Task`s for it.
+"""One training from validated settings to its end. `pretrain train` and `finetune tune` implement
+`Task`.
 
-1. The first rank claims the run directory (run.py). The others wait for it when they join.
-2. From here on a rank that dies, freezes or fails ends the others (watchdog.py).
+1. The first rank claims the run directory (run.py). The others wait for the first rank when they
+   join.
+2. From then on a rank that dies, freezes or fails ends the others (watchdog.py).
 3. `assemble` makes the parts of the training in order.
 4. `restore` reads the newest complete checkpoint.
 5. The loop runs (trainer.py).
 6. result.json comes last: a run is finished when its last checkpoint is on disk and its tracker is
    closed.
 
-Long because it makes every part of a training and gives each part its settings.
+The file is long because it makes every part of a training and passes each part its settings.
 """
 
 import logging
@@ -78,14 +79,14 @@ class Task(ABC):
     name: RecordedTask = "pretrain"
     """Task in the run's record."""
     parent_key: str | None = None
-    """Key of the run that this one is a child of, if `parent_dir` has none."""
+    """Key of this run's parent, if `parent_dir` has none."""
     parent_dir: Path | None = None
     start: Checkpoint | None = None
     """Checkpoint whose weights the run begins with."""
     is_branch = False
     """True if the run also takes the optimizer and the position of `start`."""
     remedy = REMEDY
-    """The fix if no micro-batch fits into memory."""
+    """Advice if no micro-batch fits into memory."""
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class Task(ABC):
     ) -> Engine: ...
 
     def record_result(self, result: Mapping[str, Any], tracker: Tracker) -> None:  # noqa: B027 (nothing, by default)
-        """Called on the first rank once the result is saved."""
+        """Called on the first rank after the result is saved."""
 
 
 class Pretraining(Task):
@@ -121,7 +122,7 @@ class Pretraining(Task):
         self, settings: PretrainSettings, data: TrainingData, start: Checkpoint | None = None
     ):
         """`start`: the checkpoint of settings.start_from; None if the run has a checkpoint."""
-        # it takes seconds to import, and fine-tuning does not need it
+        # importing takes seconds, and fine-tuning does not need it
         from pretrain.engine import deepspeed
 
         self._deepspeed = deepspeed
@@ -188,7 +189,7 @@ def summary(outcome: Outcome, run_dir: Path, *, dataset: str, data: TrainingData
         rows += [("best", f"top-1 {100 * best.score:.1f} %: {checkpoint_dir(run_dir, best.step)}")]
     if outcome.images_per_s:
         rows += [("speed", f"{outcome.images_per_s:,.0f} images/s")]
-    rows += [("next", f"finetune predict {run} PICTURES --out predictions.csv")]
+    rows += [("next", f"finetune predict {run} IMAGES --out predictions.csv")]
     if scores is not None:
         rows += [("", f"finetune evaluate pretrained={run} dataset={shlex.quote(dataset)}")]
     return [f"  {name:8} {words}" for name, words in rows]
@@ -338,7 +339,7 @@ def _run(trainer: Trainer, task: Task) -> Outcome:
     device, tracker = trainer.engine.device, trainer.tracker
     PROGRESS.mark("reading the newest checkpoint")
     outcome = trainer.fit(restore(trainer, task))
-    PROGRESS.mark("closing its journal")
+    PROGRESS.mark("closing its event log")
     if trainer.world.is_first and outcome.finished:
         result: dict[str, Any] = {"step": outcome.step, "ranks": trainer.world.num_ranks}
         if trainer.data.settings.stream:
@@ -351,7 +352,7 @@ def _run(trainer: Trainer, task: Task) -> Outcome:
             result |= outcome.scores.metrics("eval")
         save_result(trainer.run_dir, result)
         task.record_result(result, tracker)
-    # together, because a rank that leaves would not learn of the death of one that still closes
+    # together: a rank that left would not notice the death of a rank that is still closing
     on_all_ranks(
         lambda: tracker.close("FINISHED" if outcome.finished else "KILLED"),
         device=device,
@@ -362,13 +363,13 @@ def _run(trainer: Trainer, task: Task) -> Outcome:
 
 
 def restore(trainer: Trainer, task: Task) -> TrainerState:
-    """Give the trainer the state that the run begins with. There are four ways:
+    """Give the trainer the state that the run begins with:
 
     1. It resumes from its own newest checkpoint, in RUN or in the remote.
-    2. It branches from another run's checkpoint (start_from=RUN@LENGTH), with optimizer and
+    2. Or it branches from another run's checkpoint (start_from=RUN@LENGTH), with optimizer and
        position, but with records of its own.
-    3. It begins with the weights of `task.start`, which `task.model` has loaded.
-    4. It begins with new weights.
+    3. Or it begins with the weights of `task.start`, which `task.model` has loaded.
+    4. Or it begins with new weights.
     """
     device, run = trainer.engine.device, trainer.run_dir.name
     own = agreed_checkpoint(
@@ -396,7 +397,7 @@ def restore(trainer: Trainer, task: Task) -> TrainerState:
     trainer.engine.import_state(state)
     filters = source.card.fed_interpolation, task.settings.augment.plain_filter
     if trainer.world.is_first and filters[0] != filters[1]:
-        change = "evaluation resized with {} before and does with {} now".format(*filters)
+        change = "evaluation resized with {} before and resizes with {} now".format(*filters)
         print(f"WARNING: augment.crop_interpolation: {change}", file=sys.stderr)
     before, now = trainer_state.num_cpu_threads, num_cpu_threads(device)
     if trainer.world.is_first:
@@ -405,7 +406,7 @@ def restore(trainer: Trainer, task: Task) -> TrainerState:
             notes += "; the stream begins again, in another order"
         if is_command(trainer.data.settings.dataset):
             notes += "; data.dataset: its command has the recorded hash"
-        print(f"{run}: going on from {place.name if own else place}{notes}")
+        print(f"{run}: resuming from {place.name if own else place}{notes}")
         if before is not None and now is not None and before != now:
             print(
                 f"WARNING: OMP_NUM_THREADS: was {before} and is {now} now: sums are rounded"
@@ -419,8 +420,8 @@ def agreed_checkpoint(
     run_dir: Path, world: World, *, device: torch.device, remote: Remote | None = None
 ) -> Checkpoint | None:
     """Return the newest complete checkpoint, on which all ranks agree. One rank of each node
-    verifies it. Without a remote the nodes share RUN; with a remote the first rank chooses, and the
-    other nodes fetch."""
+    verifies it. Without a remote the nodes share RUN. If the run has a remote, the first rank
+    chooses and the other nodes fetch."""
 
     def newest_here() -> Checkpoint | None:
         if remote is not None:
@@ -453,7 +454,7 @@ def agreed_checkpoint(
 
 
 def open_tracker(task: Task, facts: dict[str, Any], world: World) -> tuple[str, Tracker]:
-    """Return the run key and the tracker. The trackers of other ranks than the first do nothing."""
+    """Return the run key and the tracker. The trackers of other ranks do nothing."""
     if not world.is_first:
         return "", Tracker(None, params={}, tags={})
     settings, tracking, data = task.settings, task.settings.tracking, task.data

@@ -6,11 +6,11 @@ Each step:
 3. one exchange of the mean loss, the votes to stop and the number of bad samples;
 4. the log;
 5. an evaluation or a checkpoint, if due;
-6. the end, if a rank voted for it.
+6. the end, if a rank voted to stop.
 
-The state is (engine, step, samples consumed), nothing else. The exchange of a step is read while
-the next step runs, or before an evaluation, a checkpoint or the end. All ranks read the same sums,
-so all decide at the same step to stop or to fail.
+The state is (engine, step, samples consumed), nothing else. The exchange of a step is read during
+the next step, or before an evaluation, a checkpoint or the end. All ranks read the same sums, so
+all stop or fail at the same step.
 """
 
 from concurrent.futures import Future
@@ -71,20 +71,20 @@ class Outcome:
 
 @dataclass(frozen=True)
 class QueuedStep:
-    """A step that the device may still be working on."""
+    """A step that may still be running on the device."""
 
     step: int
-    """Number of steps that are done once this one is."""
+    """Number of finished steps, including this one."""
     lr: float
     asked: Moment
     given: Moment
-    """The device waited for data from `asked` to `given`."""
+    """End of the device's wait for data, which began at `asked`."""
     exchange: Exchange
 
 
 @dataclass
 class Trainer:
-    """The loop over the parts that `assemble` has made. All ranks make one together."""
+    """The loop over the parts of `assemble`. All ranks make one together."""
 
     settings: PretrainSettings
     data: TrainingData
@@ -103,7 +103,7 @@ class Trainer:
     start_step: int = 0
     owes_evaluation: bool = False
     stopping: bool = False
-    """True once all ranks know that one of them was asked to stop."""
+    """True once all ranks know that one of them must stop."""
     num_bad: int = 0
     scores: Scores | None = None
     scored_step: int = 0
@@ -145,14 +145,14 @@ class Trainer:
         ):
             self.line.note = f"first step{' and compilation' * self.settings.engine.compile}"
             self.stopping = any_rank(self.stop.raised_by is not None, device=self.engine.device)
-            if self.owes_evaluation or self.step >= self.num_steps:  # it was given up, or killed
+            if self.owes_evaluation or self.step >= self.num_steps:  # it was skipped or killed
                 self._evaluate()
             self.meter.restart()
             while self.step < self.num_steps and not self.stopping:
                 self.window.begin_step(self.step + 1)
                 try:
                     queued = self._queue_step(feed)
-                except Interrupted:  # while it waited for data
+                except Interrupted:  # during the wait for data
                     self.stopping = True
                     break
                 self._finish_step()  # the previous one
@@ -203,7 +203,7 @@ class Trainer:
         return Schedule(wanted, lr, num_steps, warmup, cooldown)
 
     def _note_lengths(self, start: TrainerState) -> None:
-        """Report a changed length. The learning rate follows the new length from here on."""
+        """Report a changed length. The learning rate follows the new length from this step on."""
         if not start.lengths or start.lengths[-1] == self.num_steps:
             self.lengths = start.lengths or self.lengths
             return
@@ -242,7 +242,7 @@ class Trainer:
             bad_samples=bad_samples,
             node_ranks=self.world.node_ranks,
             previous_in=batch_size if self.settings.augment.mixes_previous else None,
-            # on a GPU a thread of the feed waits for batches, and signals do not reach it
+            # on a GPU a thread of the feed waits for batches, and signals do not reach the thread
             waits=Future.result if on_gpu else self.stop.result,
         )
         return Feed(batches, self.augmentation, waits=self.stop.result)
@@ -261,7 +261,7 @@ class Trainer:
             self._show_filters()
         PROGRESS.mark("computing", step=step + 1)
         seed = hash64(self.settings.train.seed, step, self.world.rank)
-        torch.manual_seed(int(seed))  # so dropout has no state either
+        torch.manual_seed(int(seed))  # dropout has no state either
         result = self.engine.train_step([each.prepared for each in fed], lr=lr)
         exchange = Exchange(
             result.loss,
@@ -306,7 +306,7 @@ class Trainer:
         self.line.advance(note=None if self.reading or self.scores else "")
 
     def _evaluate(self) -> None:
-        """Evaluate, unless the run is to stop: then the next attempt evaluates first."""
+        """Evaluate. If the run must stop, the next attempt evaluates first instead."""
         self.owes_evaluation = self.eval_reader is not None
         if self.stopping:
             return
@@ -332,7 +332,7 @@ class Trainer:
         self.saver.judge(self.step, top1=scores.top1)
         self.tracker.metrics(scores.metrics("eval"), step=self.step)
         self.line.note = in_words(self.reading, scores, scored_step=self.step)
-        self.line.log_now()  # new scores have a line of their own in a log
+        self.line.log_now()  # in a log, new scores get their own line
 
     def _state(self) -> TrainerState:
         return TrainerState(
@@ -390,7 +390,7 @@ class Trainer:
 
 def in_words(reading: dict[str, float], scores: Scores | None, *, scored_step: int) -> str:
     """Return the note of the progress line. `scored_step`: the step of the scores, which may be
-    older than the step of the line."""
+    older than the line's step."""
     parts = [f"epoch {reading['train/epoch']:.1f}"] if "train/epoch" in reading else []
     if "train/loss" in reading:
         parts.append(f"training loss {reading['train/loss']:.3f}")

@@ -1,2 +1,2 @@
-"""Models: `spec` names and validates them without torch, `build` makes them, one file per
-family."""
+"""Models. `spec` validates their settings without torch; `build` makes them. Each family has one
+file."""

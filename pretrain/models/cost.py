@@ -1,13 +1,15 @@
-"""What a model costs: parameters, MACs, effective width and connections per layer.
+"""Cost of a model: parameters, MACs, effective width and connections per layer.
 
 Formulas on the spec need no torch, so `pretrain models` and `pretrain estimate` print at once. The
-costs of timm's models are known at the paper's sizes, and counted by torch at others.
+costs of timm's models are known at the paper's sizes, and counted by torch at other sizes.
 
-Letters as in the Mixer paper: S tokens, C channels, m = S C; gamma is the hidden width of a mixing
-as a multiple of its input (1 for an S-Mixer, which has no hidden layer); p is the density of a
-SW-MLP. A mixing layer is a sparse m x gamma m matrix: C copies of a gamma S x S one across tokens,
-S copies of a gamma C x C one across channels. Omega is the mean of both numbers of entries. The
-calculators return the integer nearest to the real solution, as the paper does.
+Letters are the Mixer paper's: S tokens, C channels, m = S C. gamma is the hidden width of a mixing
+as a multiple of its input (1 for an S-Mixer, which has no hidden layer). p is the density of a
+SW-MLP.
+
+A mixing layer is a sparse m x gamma m matrix. Across tokens it has C copies of a gamma S x S
+matrix, across channels S copies of a gamma C x C matrix. Omega is the mean of both numbers of
+entries. The calculators return the integer nearest to the real solution, as the paper does.
 """
 
 import math
@@ -33,12 +35,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one image's forward pass: matrix products, convolutions and attention, as torch's
-    FlopCounterMode counts them."""
+    """Cost of one image's forward pass: matrix products, convolutions and attention, counted as in
+    torch's FlopCounterMode."""
 
     num_parameters: int = 0
     multiply_adds: int = 0
-    """MACs: a multiplication and an addition each. Papers print them as "FLOPs"."""
+    """Number of MACs: a multiplication and an addition each. Papers call them "FLOPs"."""
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(
@@ -55,7 +57,7 @@ TIMM_COSTS = {
     "resnet18_32": (32, Cost(11_168_832, 555_417_600), 512),
     "vit_b_4": (64, Cost(85_291_776, 23_055_058_944), 768),
 }
-"""Name -> (image size in *Scaling MLPs*, cost without the head at that size, features)."""
+"""Values by name: image size in *Scaling MLPs*, cost without the head at that size, features."""
 
 
 def cost_of(spec: AnySpec, *, num_classes: int, image_size: int) -> Cost:
@@ -67,7 +69,7 @@ def cost_of(spec: AnySpec, *, num_classes: int, image_size: int) -> Cost:
 
 
 def num_block_parameters(spec: AnySpec, *, image_size: int) -> int:
-    """Count the parameters without stem and head, whose sizes follow from the task."""
+    """Count the parameters without stem and head, whose sizes depend on the task."""
     return _parts(spec, image_size=image_size)[1].num_parameters
 
 
@@ -77,8 +79,8 @@ def num_features_of(spec: AnySpec, *, image_size: int) -> int:
 
 
 def _parts(spec: AnySpec, *, image_size: int) -> tuple[Cost, Cost, int]:
-    """Return the costs of stem and blocks, and the number of features. For timm's and structured
-    models everything counts as blocks."""
+    """Return the costs of stem and blocks, and the number of features. All of a timm or structured
+    model counts as blocks."""
     spec.check(image_size=image_size)
     match spec:
         case MlpSpec():
@@ -103,7 +105,7 @@ def _parts(spec: AnySpec, *, image_size: int) -> tuple[Cost, Cost, int]:
         case TimmModelSpec():
             return Cost(), Cost(), spec.num_features
         case ImportSpec():
-            return Cost(), Cost(), 0  # see its weights
+            return Cost(), Cost(), 0  # only its weights tell
 
 
 def forward_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:
@@ -113,9 +115,8 @@ def forward_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:
 
 def training_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:
     """Return the operations of one image's forward and backward pass. The backward pass costs twice
-    the forward pass, without the gradient of the image. (That small gradient is counted for
-    structured models and timm's.)
-    """
+    the forward pass, without the gradient of the image. (Structured and timm models include this
+    small gradient.)"""
     match spec:
         case MlpSpec():
             first = spec.width
@@ -134,7 +135,7 @@ def num_parameters(model: "nn.Module") -> int:
 
 
 def _linear(num_inputs: int, num_outputs: int, *, rows: int = 1, bias: bool = True) -> Cost:
-    """One matrix, applied to `rows` vectors of an image."""
+    """Return the cost of one matrix, applied to `rows` vectors of an image."""
     size = num_inputs * num_outputs
     return Cost(size + (num_outputs if bias else 0), rows * size)
 
@@ -208,7 +209,7 @@ def _sparse_mlp(spec: SparseMlpSpec, *, image_size: int) -> tuple[Cost, Cost]:
 
 
 def _structured(spec: StructuredMlpSpec, *, image_size: int) -> Cost:
-    """x (H rows of W entries) -> B1 -> act -> B2; no biases in either."""
+    """Return the cost of x (H rows of W entries) -> B1 -> act -> B2, without biases."""
     rows, columns = spec.num_rows, spec.num_columns
     total = Cost()
     for height, width in (
@@ -242,9 +243,9 @@ def count_cost(spec: TimmSpec, *, image_size: int) -> Cost:
 
 def tokens_for(omega: float, *, num_channels: int, gamma: float = 1.0) -> int:
     """Return S of a mixer with Omega connections per layer: the positive root of gamma (C S^2 + C^2
-    S) / 2 = Omega. S and C may change places."""
+    S) / 2 = Omega. S and C are interchangeable."""
     _check_positive(omega=omega, gamma=gamma, num_channels=num_channels)
-    # (-C + sqrt(C^2 + d)) / 2 would lose all digits if C^2 is far greater than d
+    # (-C + sqrt(C^2 + d)) / 2 would lose all digits if C^2 is much larger than d
     d = 8 * omega / (gamma * num_channels)
     found = round(d / (2 * (num_channels + math.sqrt(num_channels**2 + d))))
     if found < 1:
@@ -259,7 +260,7 @@ def tokens_for(omega: float, *, num_channels: int, gamma: float = 1.0) -> int:
 
 
 def widest_side(omega: float, *, gamma: float = 1.0) -> float:
-    """Return C* = S* = (Omega / gamma)^(1/3), for which m = S C is the greatest."""
+    """Return C* = S* = (Omega / gamma)^(1/3), which maximizes m = S C."""
     _check_positive(omega=omega, gamma=gamma)
     return math.cbrt(omega / gamma)
 
@@ -271,8 +272,8 @@ def sparse_width(omega: float, *, density: float, gamma: float = 1.0) -> int:
 
 
 def width_and_connections(spec: AnySpec, *, image_size: int) -> tuple[int | None, float | None]:
-    """Return m, and Omega of the blocks' matrices as they are built (hidden sizes rounded); None if
-    the papers define none.
+    """Return m, and Omega of the blocks' actual matrices (hidden sizes rounded); None if the papers
+    define none.
 
     A first block that makes S tokens of S0 counts like the others. The entries of a mask count by
     their expected number.
@@ -303,5 +304,5 @@ def _check_positive(**given: float) -> None:
     for name, value in given.items():
         if not (math.isfinite(value) and value > 0):
             raise UserError(
-                name, f"{value} is not valid", "give a number greater than 0", code="bad-value"
+                name, f"{value} is not valid", "use a number greater than 0", code="bad-value"
             )

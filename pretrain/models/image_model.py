@@ -1,8 +1,8 @@
 """Base class of all models: embed, blocks, norm, pool, head, and methods for timm's tools.
 
-A family defines how an image becomes the first block's input (`embed`), how features become one
-vector (`pool`) and how features become a map (`as_map`). Shapes: B batch, F features in the
-family's shape, N num_features, K classes.
+A family defines how an image becomes the first block's input (`embed`), and how features become one
+vector (`pool`) or a map (`as_map`). Shapes: B batch, F features in the family's shape, N
+num_features, K classes.
 """
 
 from abc import ABC, abstractmethod
@@ -33,7 +33,7 @@ class ImageModel(nn.Module, ABC):
     head: nn.Module
 
     def __init__(self, *, num_features: int, num_classes: int, pixels_per_place: int):
-        """`pixels_per_place`: side of the image square that one place of `as_map` covers."""
+        """`pixels_per_place`: side of the image square that one position of `as_map` covers."""
         super().__init__()
         self.num_features = self.head_hidden_size = self.embed_dim = num_features
         self.num_classes, self.pixels_per_place = num_classes, pixels_per_place
@@ -46,7 +46,7 @@ class ImageModel(nn.Module, ABC):
         return x_BF.flatten(1)
 
     def as_map(self, x_BF: Tensor) -> Tensor:
-        """Return (B, channels, height, width), with a single place if features have none."""
+        """Return (B, channels, height, width), with a single position if features have none."""
         return x_BF.flatten(1)[:, :, None, None]
 
     def forward_features(self, x_BCHW: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class ImageModel(nn.Module, ABC):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Set a new head whose outputs start at zero. With 0 classes the model returns pooled
+        """Set a new head whose outputs start at zero. 0 classes: the model returns pooled
         features."""
         if global_pool not in (None, "", "avg"):
             raise UserError(
@@ -108,7 +108,7 @@ class ImageModel(nn.Module, ABC):
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         """Return the outputs of the chosen blocks (a number: the last ones), as maps or as (B,
-        places, channels)."""
+        positions, channels)."""
         taken = taken_blocks(indices, num_blocks=len(self.blocks))
         x_BF, found = self.embed(x), []
         for number, block in enumerate(self.blocks):

@@ -1,6 +1,6 @@
 """A model of the user's own: `model: {import: "my_package.my_module:MyModel"}`. No torch here.
 
-`allow_import` takes the path in the user's config or after `--allow-import`, never a path from a
+`allow_import` gets the path in the user's config or after `--allow-import`, never a path from a
 checkpoint. `check_allowed` fails for any other path, before every import.
 """
 
@@ -40,8 +40,8 @@ def check_allowed(spec: AnySpec, *, source: object = "the checkpoint") -> None:
 
 
 def code_of(spec: AnySpec) -> str:
-    """Return the hash of all Python files of the model's top package, without running them. For
-    other models it is ""."""
+    """Return the hash of all Python files of the model's top package, without running them. The
+    hash of other models is ""."""
     if not isinstance(spec, ImportSpec):
         return ""
     return hash_package(spec.path.partition(":")[0].partition(".")[0])

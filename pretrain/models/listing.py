@@ -1,5 +1,5 @@
-"""`pretrain models`: the named models with their costs, and with `--omega` the sizes that have a
-given Omega (no torch here)."""
+"""Print `pretrain models`: the named models with their costs and, for `--omega`, the sizes with a
+given Omega. No torch."""
 
 import re
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class ModelRow:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """One text for each of COLUMNS."""
+        """Return one text for each of COLUMNS."""
         spec = self.spec
         width, connections = width_and_connections(spec, image_size=self.image_size)
         return (
@@ -61,8 +61,8 @@ class ModelRow:
 def list_models(
     *, match: str = "*", num_classes: int | None = None, image_size: int | None = None
 ) -> tuple[list[ModelRow], list[str]]:
-    """Return the named models that match a shell pattern, and the names of those that cannot take
-    images of this size. The paper's classes and image size are the default."""
+    """Return the named models that match a shell pattern, and the names of models that do not
+    support this image size. The paper's classes and image size are the default."""
     names = [name for name in PRESETS if fnmatchcase(name, match)]
     if not names:
         raise UserError(
@@ -92,7 +92,7 @@ def list_models(
 
 
 def print_models(rows: Sequence[ModelRow], unfit: Sequence[str], console: Console) -> None:
-    """One table for each family, all with the same columns."""
+    """Print one table for each family, all with the same columns."""
     sizes = [
         max(map(len, column)) for column in zip(COLUMNS, *(row.cells for row in rows), strict=True)
     ]
@@ -103,13 +103,13 @@ def print_models(rows: Sequence[ModelRow], unfit: Sequence[str], console: Consol
             console.print(_table(COLUMNS, members, sizes=sizes, style="dim"))
             console.print()
     console.print(
-        "MACs of one image's forward pass; papers call them FLOPs, which are usually twice as many."
-        " Omega: average connections per layer of the blocks. params: with a head of 1,000 classes,"
-        " 10 for images of 32 px and less, or --classes (11230 for the sizes in Scaling MLPs).",
+        "MACs of one image's forward pass; papers call them FLOPs, usually twice as many. Omega:"
+        " average connections per layer of the blocks. params: with a head of 1,000 classes, 10 for"
+        " images up to 32 px, or --classes (11230 for the sizes in Scaling MLPs).",
         style="dim",
     )
     if unfit:
-        console.print(f"Skipped, because they cannot take images of this size: {', '.join(unfit)}.")
+        console.print(f"Skipped, because they do not support this size: {', '.join(unfit)}.")
 
 
 def print_widths(
@@ -123,7 +123,7 @@ def print_widths(
     """Print S and m of mixers for each C, and m of SW-MLPs for each density."""
     if wrong := [density for density in densities if density > 1]:
         raise UserError(
-            "--density", f"{wrong[0]:g} is not valid", "give at most 1", code="bad-value"
+            "--density", f"{wrong[0]:g} is not valid", "use at most 1", code="bad-value"
         )
     mixers = [(c, tokens_for(omega, num_channels=int(c), gamma=gamma)) for c in channels]
     sparse = [(density, sparse_width(omega, density=density, gamma=gamma)) for density in densities]
@@ -192,7 +192,7 @@ def parse_numbers(text: str, *, field: str, is_whole: bool = True) -> list[float
         raise UserError(
             field,
             f"{wrong[0]!r} is not valid",
-            f"give numbers with commas between them, such as {'16,32' if is_whole else '0.1,0.5'}",
+            f"write numbers with commas between them, e.g. {'16,32' if is_whole else '0.1,0.5'}",
             code="bad-value",
         )
     return [float(word) for word in words]

@@ -12,7 +12,7 @@ from pretrain.models.spec import MixerSpec
 
 
 class TwoLayer(nn.Module):
-    """W2 act(W1 x) on the last axis. With `init: normal` both weights start as N(0, 1/size)."""
+    """W2 act(W1 x) on the last axis. `init: normal` starts both weights as N(0, 1/size)."""
 
     def __init__(self, spec: MixerSpec, num_inputs: int, *, hidden: int, num_outputs: int):
         super().__init__()
@@ -150,7 +150,8 @@ class Mixer(ImageModel):
         return x_BF.mean(dim=1)
 
     def as_map(self, x_BF: Tensor) -> Tensor:
-        """Return tokens in the places of their patches, or in one column if they form no square."""
+        """Return tokens at the positions of their patches, or in one column if they form no
+        square."""
         side = isqrt(x_BF.shape[1])
         width = side if side**2 == x_BF.shape[1] else 1
         return x_BF.transpose(1, 2).reshape(

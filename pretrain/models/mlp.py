@@ -18,7 +18,7 @@ NORMS: dict[str, type[nn.Module]] = {
 
 
 class Block(nn.Module, ABC):
-    """z + branch(norm(z)), or norm(z + branch(z)). Without a skip path the sum has no z."""
+    """Compute z + branch(norm(z)), or norm(z + branch(z)). Without a skip path the sum has no z."""
 
     def __init__(self, norm: nn.Module, spec: MlpSpec | SparseMlpSpec):
         super().__init__()

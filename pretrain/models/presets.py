@@ -22,14 +22,14 @@ class Preset:
 
 
 class NamedModel(Settings):
-    """A model of the papers by name, with other values for some fields."""
+    """A model of the papers by name, with changed fields."""
 
     model_config = ConfigDict(extra="allow")
     preset: str = Field(
         examples=["mlp_b12_wi1024"],
         json_schema_extra=lambda schema: schema.update(enum=list(PRESETS)),
     )
-    """A name that `pretrain models` lists. It excludes `kind`."""
+    """Name of a model in `pretrain models`. It excludes `kind`."""
 
 
 _PATH = Field(
@@ -46,7 +46,7 @@ class _Named(Settings):
 
 
 def spec_of(name: str, **changes: Any) -> AnySpec:
-    """Return the spec of a named model, with other values for some fields."""
+    """Return the spec of a named model, with changed fields."""
     return validate(_Named, {"model": {**preset(name).fields, **changes}}).model
 
 
@@ -63,9 +63,9 @@ def preset(name: object) -> Preset:
 
 def expand_preset(model: object) -> object:
     """Replace `preset: NAME` and changed fields by all fields, and `import: PATH` with arguments by
-    those of an ImportSpec. The schema checks all other values.
+    the fields of an ImportSpec. The schema checks all other values.
 
-    They exclude `kind`: the override `model.preset=NAME` would not replace a config's model.
+    Both exclude `kind`: the override `model.preset=NAME` would not replace a config's model.
     """
     if isinstance(model, str):
         raise SettingsError(
@@ -83,7 +83,7 @@ def expand_preset(model: object) -> object:
     if other := chosen[1:2]:
         raise SettingsError(
             field,
-            f"{name!r} is given beside {other[0]} {model[other[0]]!r}, which are two models",
+            f"{name!r} and {other[0]} {model[other[0]]!r} are two models",
             f"write model='{{{chosen[0]}: {name}}}', or remove {other[0]} and its fields",
             code="conflict",
         )
@@ -91,7 +91,7 @@ def expand_preset(model: object) -> object:
     if chosen == ["preset"]:
         return {**preset(name).fields, **fields}
     if re.fullmatch(OWN_CLASS, str(name)) is None:
-        fix = "write module:Class, such as my_package.my_module:MyModel"
+        fix = "write module:Class, for example my_package.my_module:MyModel"
         raise SettingsError(field, f"{name!r} is not valid", fix, code="bad-value")
     return {"kind": "import", "path": name, "arguments": json.dumps(fields, sort_keys=True)}
 
@@ -108,7 +108,7 @@ def _mlps() -> dict[str, Preset]:
         (12, 1024),
     ):
         fields = {"kind": "mlp", "depth": depth, "width": width}
-        found[f"mlp_b{depth}_wi{width}"] = Preset(fields, 64, "B, table of models")
+        found[f"mlp_b{depth}_wi{width}"] = Preset(fields, 64, "table of models")
     paper = {"kind": "mlp", "depth": 6, "width": 1024, "bottleneck": "none", "activation": "relu"}
     public = {
         "kind": "mlp",
@@ -117,8 +117,8 @@ def _mlps() -> dict[str, Preset]:
         "bottleneck": "none",
         "activation_first": True,
     }
-    found["mlp_l6_wi1024"] = Preset(paper, 64, "B, standard MLP: relu(W LN z)")
-    found["mlp_l5_wi1024_public"] = Preset(public, 64, "B's code, standard MLP: W gelu(LN z)")
+    found["mlp_l6_wi1024"] = Preset(paper, 64, "standard MLP: relu(W LN z)")
+    found["mlp_l5_wi1024_public"] = Preset(public, 64, "public code, standard MLP: W gelu(LN z)")
     return found
 
 
@@ -142,12 +142,12 @@ def _mixers() -> dict[str, Preset]:
     found = {
         "mixer_b_16": Preset(b_16, 224, "A, ImageNet-1k"),
         "mixer_b_4": Preset({"kind": "mixer", "patch_size": 4}, 64, "B, efficiency"),
-        "mixer_b_w": Preset(b_w, 224, "A, Table 1 (ImageNet-1k)"),
-        "mixer_b_w_c3": Preset({**b_w, "expansion": 4.57}, 224, "A, C.3 (ImageNet-1k)"),
-        "mixer_ss_8": Preset(ss_8, 32, "A, CIFAR Table 1", 10),
-        "mixer_ss_w": Preset(ss_w, 32, "A, CIFAR Table 1", 10),
+        "mixer_b_w": Preset(b_w, 224, "Table 1 (ImageNet-1k)"),
+        "mixer_b_w_c3": Preset({**b_w, "expansion": 4.57}, 224, "C.3 (ImageNet-1k)"),
+        "mixer_ss_8": Preset(ss_8, 32, "CIFAR Table 1", 10),
+        "mixer_ss_w": Preset(ss_w, 32, "CIFAR Table 1", 10),
         "rp_mixer_b_w": Preset({**b_w, "permuted_blocks": "all"}, 224, "A, cost"),
-        "rp_mixer_ss_w": Preset({**ss_w, "permuted_blocks": "all"}, 32, "A, RP variant", 10),
+        "rp_mixer_ss_w": Preset({**ss_w, "permuted_blocks": "all"}, 32, "RP variant", 10),
     }
     for patch, tokens in {7: 923, 8: 779, 14: 283, 16: 196, 28: 26, 32: 15}.items():
         fields = {
@@ -157,7 +157,7 @@ def _mixers() -> dict[str, Preset]:
             "depth": 8,
             "num_tokens": tokens,
         }
-        found[f"mixer_p{patch}"] = Preset(fields, 224, "A, sweep over P")
+        found[f"mixer_p{patch}"] = Preset(fields, 224, "sweep over P")
     for channels, tokens in ((32, 113), (128, 128)):
         fields = {
             "kind": "mixer",
@@ -167,9 +167,9 @@ def _mixers() -> dict[str, Preset]:
             "depth": 8,
             "layers_per_mixing": 1,
         }
-        found[f"smixer_c{channels}"] = Preset(fields, 32, "A, Fig. 5 and 7", 10)
+        found[f"smixer_c{channels}"] = Preset(fields, 32, "Fig. 5 and 7", 10)
         found[f"rp_smixer_c{channels}"] = Preset(
-            {**fields, "permuted_blocks": "all"}, 32, "A, Fig. 5 and 7", 10
+            {**fields, "permuted_blocks": "all"}, 32, "Fig. 5 and 7", 10
         )
     return found
 
@@ -184,13 +184,13 @@ def _others() -> dict[str, Preset]:
         1619: 0.1,
     }.items():  # Omega = p m^2 = 2^18
         found[f"sw_mlp_{width}"] = Preset(
-            {"kind": "sw_mlp", "width": width, "density": density}, 32, "A, Fig. 5", 10
+            {"kind": "sw_mlp", "width": width, "density": density}, 32, "Fig. 5", 10
         )
     for form in ("monarch", "kronecker"):
-        found[f"{form}_mnist"] = Preset({"kind": "structured", "form": form}, 28, "A, Fig. 2d", 10)
+        found[f"{form}_mnist"] = Preset({"kind": "structured", "form": form}, 28, "Fig. 2d", 10)
     for name, size, num_classes in (("resnet18_32", 32, 10), ("resnet18_224", 224, 1000)):
         fields = {"kind": "timm", "name": name}
-        found[name] = Preset(fields, size, "B, Table 1; its recipe is ours", num_classes)
+        found[name] = Preset(fields, size, "Table 1; our recipe", num_classes)
     for name in ("resnet152_64", "vit_b_4"):
         found[name] = Preset({"kind": "timm", "name": name}, 64, "B, efficiency")
     return found

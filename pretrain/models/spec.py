@@ -1,7 +1,7 @@
 """Settings of the models, validated without torch.
 
-Letters as in the papers: S tokens (S0 = number of patches), C channels, m = S C the effective
-width, gamma (`expansion`) the hidden width of a mixing as a multiple of its input.
+Letters are the papers': S tokens (S0 = number of patches), C channels, m = S C the effective width.
+gamma (`expansion`) is the hidden width of a mixing as a multiple of its input.
 """
 
 import json
@@ -14,7 +14,7 @@ from data_prep.errors import SettingsError
 from data_prep.settings import Settings
 
 Activation = Literal["gelu", "relu", "silu", "tanh", "identity"]
-_OfLayers = Annotated[Activation, Field(description="The function between the layers.")]
+_OfLayers = Annotated[Activation, Field(description="Function between the layers.")]
 _OfMatrices = Annotated[
     bool, Field(description="Bias of every matrix except the classifier's, which always has one.")
 ]
@@ -24,8 +24,8 @@ TIMM_NORM_EPS = 1e-6
 
 
 def check_needs(section: Settings, prefix: str, needs: Mapping[str, tuple[bool, str]]) -> None:
-    """Fail if a setting is set without what it needs. `needs`: for each setting, whether its need
-    is met, and a setting that meets it."""
+    """Check that the requirement of each setting is met. `needs`: for each setting, True if its
+    requirement is met, and a setting that meets it."""
     for name, (is_met, need) in needs.items():
         default = type(section).model_fields[name].get_default(call_default_factory=True)
         if not is_met and getattr(section, name) != default:
@@ -42,7 +42,7 @@ def _block_numbers(given: object) -> object:
         raise SettingsError(
             "model.permuted_blocks",
             f"{given!r} is not valid",
-            "give block numbers such as [0, 3], or all",
+            "write block numbers, for example [0, 3], or all",
             code="bad-value",
         )
     return given
@@ -65,23 +65,24 @@ class MlpSpec(Settings):
     width: int = Field(1024, ge=1)
     """Entries of the hidden vector."""
     expansion: float = Field(EXPANSION, gt=0)
-    """Hidden width of a block is expansion x width (bottleneck: inverted only)."""
+    """Hidden width of a block as a multiple of `width` (bottleneck: inverted only)."""
     bottleneck: Literal["inverted", "none"] = "inverted"
-    """inverted: z + Wc act(We norm(z)), the B-L/Wi-m models; none: act(W norm(z)), the standard
-    MLP."""
+    """Matrices of a block. inverted: z + Wc act(We norm(z)), the B-L/Wi-m models. none: act(W
+    norm(z)), the standard MLP."""
     activation_first: bool = False
-    """true: W act(norm(z)), as in the public code; false: act(W norm(z)), as in the paper. For the
-    standard MLP only."""
+    """Position of the activation (standard MLP only). true: W act(norm(z)), as in the public code.
+    false: act(W norm(z)), as in the paper."""
     norm: Literal["layer", "batch", "none"] = "layer"
     """Norm of each layer: LayerNorm, BatchNorm or none."""
     norm_place: Literal["before", "after"] = "before"
-    """before: pre-LN, before the layer; after: post-LN, after the sum with the skip path."""
+    """Position of the norm. before: pre-LN, before the layer. after: post-LN, after the skip path's
+    sum."""
     skip_every: int | None = Field(None, ge=0, examples=[2])
-    """Layers around which each skip path leads; 0: no skip paths. The default is 1 with an inverted
-    bottleneck, else 0."""
+    """Number of layers that each skip path spans; 0: no skip paths. Default: 1 with an inverted
+    bottleneck, otherwise 0."""
     activation: _OfLayers = "gelu"
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Fraction of hidden entries that training zeroes; 0 is off."""
+    """Fraction of hidden entries that training sets to zero; 0 is off."""
     bias: _OfMatrices = True
 
     @model_validator(mode="after")
@@ -119,7 +120,8 @@ class MlpSpec(Settings):
         return max(1, round(self.expansion * self.width))
 
     def check(self, *, image_size: int) -> None:
-        """Raise an error if the model cannot take images of this size. An MLP takes any size."""
+        """Raise an error if the model does not support this image size. An MLP supports any
+        size."""
 
 
 class MixerSpec(Settings):
@@ -130,30 +132,31 @@ class MixerSpec(Settings):
     patch_size: int = Field(16, ge=1)
     """Side of the square patches that become tokens, in pixels."""
     num_channels: int = Field(768, ge=1)
-    """C: entries of each token."""
+    """Entries of each token (C)."""
     depth: int = Field(12, ge=1)
     """Blocks of token and channel mixing."""
     expansion: float = Field(EXPANSION, gt=0)
-    """gamma: hidden width of both mixings, as a multiple of tokens and of channels."""
+    """Hidden width of both mixings (gamma), as a multiple of tokens and of channels."""
     token_hidden: int | None = Field(None, ge=1, examples=[384])
     """Hidden width of the token mixing, if it is not gamma S."""
     channel_hidden: int | None = Field(None, ge=1, examples=[3072])
     """Hidden width of the channel mixing, if it is not gamma C."""
     layers_per_mixing: Literal[1, 2] = 2
-    """2: W2 act(W1 x), the MLP-Mixer; 1: act(W x), the S-Mixer, which has no gamma."""
+    """Layers of a mixing. 2: W2 act(W1 x), the MLP-Mixer. 1: act(W x), the S-Mixer, without
+    gamma."""
     num_tokens: int | None = Field(None, ge=1, examples=[64])
-    """S (default: one token per patch). If S is set, the skip path of the first block is LN(W~ X)
-    with W~ of S x S0, even if S = S0."""
+    """Number of tokens S (default: one token per patch). If S is set, the skip path of the first
+    block is LN(W~ X) with W~ of S x S0, even if S = S0."""
     permuted_blocks: BlockNumbers = Field((), examples=["all", [0, 3]])
-    """RP variants: blocks (from 0) whose mixings read and write randomly permuted entries, fixed at
-    initialization."""
+    """Blocks (from 0) whose mixings read and write randomly permuted entries, fixed at
+    initialization (RP variants)."""
     activation: _OfLayers = "gelu"
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Fraction of hidden entries that training zeroes; 0 is off."""
+    """Fraction of hidden entries that training sets to zero; 0 is off."""
     norm_eps: float = Field(1e-5, gt=0)
     """Epsilon of every LayerNorm: 1e-5 in the paper, 1e-6 in timm's Mixers."""
     init: Init = "normal"
-    """Initial weights of the mixings. normal: N(0, 1/S) and N(0, 1/C), as in the paper; torch:
+    """Initial weights of the mixings. normal: N(0, 1/S) and N(0, 1/C), as in the paper. torch:
     uniform within 1/sqrt(inputs)."""
     final_norm: bool = True
     """LayerNorm between the last block and the mean over tokens. Section A.2.1 of the paper prints
@@ -164,7 +167,7 @@ class MixerSpec(Settings):
     def _parts_fit(self) -> "MixerSpec":
         wrong = [block for block in self._numbered_blocks if not 0 <= block < self.depth]
         if wrong:
-            remedy = f"with depth {self.depth} give numbers from 0 to {self.depth - 1}, or all"
+            remedy = f"with depth {self.depth} use numbers from 0 to {self.depth - 1}, or all"
             raise SettingsError(
                 "model.permuted_blocks", f"there is no block {wrong[0]}", remedy, code="bad-value"
             )
@@ -194,11 +197,11 @@ class MixerSpec(Settings):
         check_patch_size(self.patch_size, image_size=image_size)
 
     def num_patches(self, *, image_size: int) -> int:
-        """S0"""
+        """Number of patches (S0)."""
         return int((image_size // self.patch_size) ** 2)
 
     def tokens(self, *, image_size: int) -> int:
-        """S"""
+        """Number of tokens (S)."""
         return self.num_tokens or self.num_patches(image_size=image_size)
 
     def hidden_sizes(self, *, num_tokens: int) -> tuple[int, int]:
@@ -218,40 +221,41 @@ class SparseMlpSpec(Settings):
     patch_size: int = Field(4, ge=1)
     """Side of the square patches of the first layer, in pixels."""
     num_channels: int = Field(48, ge=1)
-    """C: outputs of the first layer for each patch."""
+    """Outputs of the first layer for each patch (C)."""
     width: int | None = Field(None, ge=1, examples=[1024])
-    """m, entries of the vector (default: S0 C)."""
+    """Entries of the vector (m; default: S0 C)."""
     depth: int = Field(8, ge=1)
-    """Sparse blocks."""
+    """Number of sparse blocks."""
     density: float = Field(0.5, gt=0, le=1)
-    """p: each connection exists with this probability."""
+    """Probability of each connection (p)."""
     expansion: float | None = Field(None, gt=0, examples=[2.0])
-    """gamma of a hidden layer: x + (M2 * W2) act((M1 * W1) LN(x)); by default no hidden layer."""
+    """Hidden width (gamma) in x + (M2 * W2) act((M1 * W1) LN(x)). Default: no hidden layer."""
     outer_activation: bool = False
-    """true: x + act((M2 * W2) act((M1 * W1) LN(x))), as in (S.17) of the paper, but not in C.1. For
-    a hidden layer only."""
+    """Use x + act((M2 * W2) act((M1 * W1) LN(x))), as in (S.17) of the paper, but not in C.1. This
+    needs a hidden layer."""
     widen: Literal["dense", "sparse"] = "dense"
-    """Layer from S0 C to m entries, which the paper does not print. sparse has the density of the
-    blocks; dense can have more connections than a block."""
+    """Layer from S0 C to m entries, which the paper does not print. sparse: density of the blocks.
+    dense: may have more connections than a block."""
     final_norm: bool = False
     """LayerNorm between the last block and the classifier. Section A.2.5 of the paper does not
     print one."""
     init_gain: Literal["spectral"] | None = None
-    """spectral: scale the blocks' initial matrices to the largest singular value of a dense matrix,
-    1 + sqrt(gamma). Unscaled, it grows with the width at a fixed Omega."""
+    """Scale of the initial weights. spectral: scale the blocks' matrices to the largest singular
+    value of a dense matrix, 1 + sqrt(gamma). Without it, this value grows with the width at a fixed
+    Omega."""
     storage: Literal["auto", "masked", "sparse"] = "auto"
-    """masked: a dense matrix times a mask; sparse: only the connections; auto: sparse if density is
-    at most 0.05."""
+    """Storage of the matrices. masked: a dense matrix times a mask. sparse: only the connections.
+    auto: sparse if density is at most 0.05."""
 
     @property
     def is_sparse(self) -> bool:
-        """True if only connections are stored. Up to density 0.05 that is faster at all widths on a
-        CPU (1.5 to 6 times, benchmarks/sparse.py)."""
+        """True if only connections are stored. Up to density 0.05 sparse storage is faster at all
+        widths on a CPU (1.5 to 6 times, benchmarks/sparse.py)."""
         return self.storage == "sparse" or (self.storage == "auto" and self.density <= 0.05)
 
     activation: _OfLayers = "gelu"
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Fraction of hidden entries that training zeroes; 0 is off."""
+    """Fraction of hidden entries that training sets to zero; 0 is off."""
     bias: _OfMatrices = True
 
     @model_validator(mode="after")
@@ -282,25 +286,25 @@ class SparseMlpSpec(Settings):
         return max(1, round((self.expansion or 1) * width))
 
     def width_at(self, *, image_size: int) -> int:
-        """m"""
+        """Return the entries of the vector (m)."""
         return self.width or int((image_size // self.patch_size) ** 2) * self.num_channels
 
 
 class StructuredMlpSpec(Settings):
-    """The Mixer paper's shallow Monarch and Kronecker MLPs: x -> Bc B2 relu(B1 x), where x is H
-    rows of pixels."""
+    """The Mixer paper's shallow Monarch and Kronecker MLPs: x -> Bc B2 relu(B1 x) for x with H rows
+    of pixels."""
 
     kind: Literal["structured"]
     form: Literal["monarch", "kronecker"]
-    """monarch: block-diagonal B1 and B2 with permutations between; kronecker: all blocks of one
-    matrix are equal."""
+    """Form of B1 and B2. monarch: block-diagonal, with permutations between. kronecker: all blocks
+    of one matrix are equal."""
     num_rows: int = Field(28, ge=1)
-    """Rows of the hidden vectors, seen as matrices."""
+    """Number of rows of the hidden vectors, as matrices."""
     num_columns: int = Field(28, ge=1)
-    """The hidden vectors are num_rows x num_columns."""
+    """Number of columns of the hidden vectors, as matrices."""
     activation: _OfLayers = "relu"
     greyscale: bool = True
-    """Take the mean over the colors, so that a row has W entries instead of 3 W (MNIST is grey)."""
+    """Average the colors: a row has W entries instead of 3 W (MNIST is gray)."""
 
     @property
     def label(self) -> str:
@@ -311,14 +315,13 @@ class StructuredMlpSpec(Settings):
 
 
 class TimmSpec(Settings):
-    """The convolutional networks and the transformer that *Scaling MLPs* compares with, from
-    timm."""
+    """Baselines of *Scaling MLPs* from timm: convolutional networks and a transformer."""
 
     kind: Literal["timm"]
     name: Literal["resnet152_64", "vit_b_4", "resnet18_32", "resnet18_224"]
-    """resnet152_64: without the stem's stride and pooling; vit_b_4: ViT-B with patches of 4;
-    resnet18_32: a stem of 3 x 3 without stride and pooling, as usual for CIFAR; resnet18_224:
-    ResNet-18 for ImageNet, unchanged."""
+    """Network. resnet152_64: no stride and pooling in the stem. vit_b_4: ViT-B with patches of 4.
+    resnet18_32: 3 x 3 stem without stride and pooling, as usual for CIFAR. resnet18_224: ResNet-18
+    for ImageNet, unchanged."""
 
     @property
     def label(self) -> str:
@@ -331,8 +334,8 @@ class TimmSpec(Settings):
         elif self.name == "resnet152_64" and image_size < 7:
             raise SettingsError(
                 "data.image_size",
-                f"{image_size} is less than the stem of a ResNet takes",
-                "give 7 or more",
+                f"{image_size} is too small for the stem of a ResNet",
+                "use 7 or more",
                 code="bad-value",
             )
 
@@ -344,7 +347,7 @@ class TimmModelSpec(Settings):
     name: str = Field(pattern=r"^\w+$", examples=["resnet50"])
     """Name in timm, without a tag."""
     arguments: str = Field("{}", examples=['{"img_size": 224}'])
-    """timm's arguments as JSON. They may come from a hub, so they must not name other weights."""
+    """Arguments for timm as JSON. They may come from a hub, so they must not name other weights."""
     num_features: int = Field(ge=1, examples=[2048])
     """Inputs of the classifier."""
 
@@ -365,7 +368,7 @@ class TimmModelSpec(Settings):
         return self.name
 
     def check(self, *, image_size: int) -> None:
-        """timm checks the size."""
+        """Leave the check of the size to timm."""
 
 
 OWN_CLASS = r"^\w[\w.]*:\w+$"
@@ -379,14 +382,14 @@ class ImportSpec(Settings):
     path: str = Field(examples=["my_package.my_module:MyModel"], pattern=OWN_CLASS)
     """Module and class."""
     arguments: str = Field("{}", examples=['{"width": 64}'])
-    """Arguments of the class as JSON, besides num_classes and img_size."""
+    """Arguments of the class as JSON, in addition to num_classes and img_size."""
 
     @property
     def label(self) -> str:
         return self.path.partition(":")[2]
 
     def check(self, *, image_size: int) -> None:
-        """The class checks the size."""
+        """Leave the check of the size to the class."""
 
 
 def check_patch_size(patch_size: int, *, image_size: int) -> None:
@@ -395,7 +398,7 @@ def check_patch_size(patch_size: int, *, image_size: int) -> None:
         raise SettingsError(
             "model.patch_size",
             f"{patch_size} does not divide image size {image_size}",
-            f"the nearest that does is {near}",
+            f"the nearest divisor is {near}",
             code="conflict",
         )
 

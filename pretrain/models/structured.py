@@ -1,16 +1,16 @@
-"""Paper A's shallow Monarch and Kronecker MLPs, x -> Bc B2 relu(B1 x), on images as H rows of V
-pixels.
+"""The Mixer paper's shallow Monarch and Kronecker MLPs, x -> Bc B2 relu(B1 x), on images as H rows
+of V pixels.
 
-B1 and B2 map a grid of (rows, columns) onto another, without biases. The classifier Bc has a bias.
-Each small matrix starts as N(0, 1/inputs).
+B1 and B2 map a grid of (rows, columns) to another one, without biases. The classifier Bc has a
+bias. Each small matrix starts as N(0, 1/inputs).
 
     Kronecker   X -> A X D^T          one matrix for all columns, one for all rows
     Monarch     X -> J^T L J R        a matrix per row of X, then one per column of the result
 
 A Monarch layer with equal blocks is a Kronecker layer.
 
-Shapes: B batch, H rows and V columns in (V = W, or 3 W in colour, colour by colour), S rows and C
-columns out, K classes.
+Shapes: B batch, H rows and V columns of the input, S rows and C columns of the output, K classes. V
+is W, or 3 W in color (color by color).
 """
 
 import torch
@@ -20,7 +20,7 @@ from pretrain.models.image_model import ACTIVATIONS, ImageModel, classifier
 from pretrain.models.spec import StructuredMlpSpec
 
 Grid = tuple[int, int]
-"""(rows, columns)"""
+"""Type of (rows, columns)."""
 
 
 class Kronecker(nn.Module):

@@ -1,10 +1,11 @@
-"""timm's models with the methods that all our models have: the baselines of Scaling MLPs, any model
-with weights of its own (`pretrained: timm:NAME`), and the user's own class with timm's interface
-(`model: {import: module:Class}`). The module is imported only to build one.
+"""Models of timm with the methods of all our models: the baselines of Scaling MLPs, any pretrained
+model (`pretrained: timm:NAME`), and your own class (`model: {import: module:Class}`).
 
-timm's model or the user's makes and pools the features; the head is ours. The stem of ResNet-152 at
-64 px has stride 1 and no pooling, as Scaling MLPs says, and no padding: only then does it have the
-13.07 G MACs that it prints (14.98 G with the usual padding of 3).
+This module is imported only to build such a model. The model makes and pools the features; the head
+is ours.
+
+The stem of ResNet-152 at 64 px has stride 1 and no pooling, as Scaling MLPs says, and no padding.
+Only then does it have the printed 13.07 G MACs (14.98 G with the usual padding of 3).
 """
 
 import inspect
@@ -41,7 +42,7 @@ class TimmModel(ImageModel):
         elif spec.name == "resnet18_32":
             body = timm.create_model("resnet18", num_classes=0, norm_layer=BatchNorm2d)
             body.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-            # as timm initializes convolutions
+            # timm's initialization of convolutions
             nn.init.kaiming_normal_(body.conv1.weight, mode="fan_out", nonlinearity="relu")
             body.maxpool = nn.Identity()
         else:
@@ -54,7 +55,7 @@ class TimmModel(ImageModel):
             pixels_per_place=1,
         )
         self.body = body
-        self.blocks = nn.ModuleList()  # the body has its own
+        self.blocks = nn.ModuleList()  # the body has its own blocks
         self.norm = nn.Identity()
         self.head = classifier(self.num_features, num_classes)
 
@@ -81,7 +82,8 @@ class TimmModel(ImageModel):
         return {group: _within_body(names) for group, names in of_body.items()}
 
     def layers(self) -> dict[str, int]:
-        """Return the layer number of each weight, as timm groups weights; {} if it does not."""
+        """Return the layer number of each weight, as timm groups weights; {} if timm has no
+        groups."""
         matcher = getattr(self.body, "group_matcher", None)
         if matcher is None:
             return {}
@@ -117,7 +119,7 @@ def own_body(spec: ImportSpec, *, num_classes: int, image_size: int) -> Any:
         body: Any = own_class(**words)
     if missing := [name for name in INTERFACE if not hasattr(body, name)]:
         raise _misfit(spec, f"has no {', '.join(missing)}")
-    with suppress(RuntimeError), torch.device("meta"), torch.no_grad():  # not all code runs there
+    with suppress(RuntimeError), torch.device("meta"), torch.no_grad():  # not all code runs on it
         trial: Any = own_class(**words).eval()
         width = getattr(body, "head_hidden_size", body.num_features)
         for count in (num_classes, 0):
@@ -126,11 +128,11 @@ def own_body(spec: ImportSpec, *, num_classes: int, image_size: int) -> Any:
             outputs = [trial.forward_head(x_BF, pre_logits=pools) for pools in (True, False)]
             given = [tuple(each.shape) for each in outputs]
             if given != [(2, width), (2, count or width)]:
-                raise _misfit(spec, f"gives outputs of {given} after reset_classifier({count})")
+                raise _misfit(spec, f"returns outputs of {given} after reset_classifier({count})")
     body.reset_classifier(0)
     return body
 
 
 def _misfit(spec: ImportSpec, problem: str) -> SettingsError:
-    fix = f"give it num_classes, img_size and timm's {', '.join(INTERFACE)}"
+    fix = f"implement num_classes, img_size and timm's {', '.join(INTERFACE)}"
     return SettingsError("model.import", f"{spec.label} {problem}", fix, code="mismatch")

@@ -1,5 +1,4 @@
-"""Optimizers: one file each, and which parameters they treat alike. Weight decay is decoupled in
-all of them, per group."""
+"""Optimizers. Weight decay is decoupled in all of them, per group of parameters."""
 
 from pretrain.optim.build import build_optimizer, counts_steps, parameter_groups, set_lr
 from pretrain.optim.lion import Lion

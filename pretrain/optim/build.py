@@ -1,7 +1,7 @@
-"""The optimizer of a config, over groups of parameters that it treats alike.
+"""Build the optimizer of a config, over groups of parameters with equal treatment.
 
-Weight decay is decoupled, and applies to matrices (also sparse ones) unless decay=all. Default
-betas are those of the optimizer's paper.
+Weight decay is decoupled. It applies to matrices (also sparse ones) unless decay=all. Default betas
+come from the optimizer's paper.
 """
 
 import re
@@ -18,7 +18,7 @@ from pretrain.optim.lion import Lion
 
 
 def counts_steps(optimizer: Any) -> bool:
-    """Return True if its state has a `step`, which a restored state must set."""
+    """Return True if the optimizer's state has a `step`, which a restored state must set."""
     return isinstance(optimizer, torch.optim.AdamW)
 
 
@@ -38,8 +38,7 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
 
 
 class DecoupledSgd(torch.optim.SGD):
-    """SGD whose weight decay does not pass through the momentum: w -= lr wd w, then torch's step
-    without decay."""
+    """SGD whose weight decay skips the momentum: w -= lr wd w, then torch's step without decay."""
 
     def __init__(self, params: Iterable[Any], *, lr: float, momentum: float, nesterov: bool):
         groups = [
@@ -76,16 +75,16 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
         raise UserError(
             "optimizer.layer_decay",
             f"{settings.layer_decay} is not valid, the model has no blocks in a row",
-            "leave it out",
+            "remove it",
             code="conflict",
         )
     for name, parameter in model.named_parameters():
-        # the last block has the full rate, and each layer below a fraction of the next one
+        # the last block has the full learning rate, each layer below a fraction of the next one
         layer = num_layers - 1 if name.startswith("norm") else layers[name]
         scale = float(settings.layer_decay ** (num_layers - 1 - layer))
         if name.startswith("head."):
             scale = settings.head_lr_scale
-        # `values` are the entries of a SparseLinear; a ViT excepts its position embeddings
+        # `values` are the entries of a SparseLinear; a ViT excludes its position embeddings
         is_matrix = parameter.ndim >= 2 or name.endswith(".values")
         is_decayed = is_matrix and name not in getattr(model, "no_weight_decay", set)()
         groups.setdefault((settings.decay == "all" or is_decayed, scale), []).append(parameter)

@@ -1,8 +1,8 @@
-"""LION on a GPU in one pass: reads weight, gradient and momentum, writes weight, momentum and the
+"""Lion on a GPU in one pass: read weight, gradient and momentum; write weight, momentum and the
 copy that the model works with.
 
-The same bits as `lion.guarded`, and as the pass on CPUs. Triton comes with torch for GPUs; nothing
-else imports this file.
+The bits equal `lion.guarded` and the pass on CPUs. Triton comes with torch for GPUs; nothing else
+imports this file.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ def lion_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     share = tl.load(share_at)
-    if tl.abs(share) < float("inf"):  # else the step is skipped, and nobody waits to know
+    if tl.abs(share) < float("inf"):  # otherwise skip the step; the host does not wait
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < size
         gradient = tl.load(gradients + at, inside).to(tl.float32) * share
@@ -40,7 +40,7 @@ def lion_kernel(  # type: ignore[no-untyped-def]
         sign = tl.where(way > 0, 1.0, tl.where(way < 0, -1.0, 0.0))
         momentum = tl.fma(gradient, rest2, momentum * beta2)
         weight = tl.fma(sign, -lr, weight * kept_share)
-        weight = tl.fma(momentum, 0.0, weight)  # one that is not finite shows in its weight
+        weight = tl.fma(momentum, 0.0, weight)  # makes the weight NaN if momentum is not finite
         tl.store(momenta + at, momentum, inside)
         tl.store(weights + at, weight, inside)
         tl.store(copies + at, weight.to(copies.dtype.element_ty), inside)
@@ -55,7 +55,7 @@ def step_on_device(
     group: dict[str, Any],
 ) -> None:
     lr, (beta1, beta2), decay = float(group["lr"]), group["betas"], group["weight_decay"]
-    size = gradient.numel()  # what is behind it is padding
+    size = gradient.numel()  # the rest is padding
     numbers = (1 - lr * decay, lr, beta1, 1 - beta1, beta2, 1 - beta2)
     lion_kernel[(triton.cdiv(size, BLOCK),)](
         weight, gradient, momentum, copy, share, size, *numbers, BLOCK, num_warps=8

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: a straight warm-up, then what the name says."""
+"""The learning rate as a pure function of the step: a linear warm-up, then the named decay."""
 
 import math
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ class Schedule:
     cooldown_steps: int = 0
 
     def lr(self, step: int) -> float:
-        """For the update that takes the model from `step` to `step + 1`."""
+        """Return the learning rate of the update from `step` to `step + 1`."""
         if step < self.warmup_steps:
             start = self.settings.warmup_from
-            if start is None:  # as if the line began at 0 one step earlier
+            if start is None:  # a line from 0, which began one step earlier
                 start = self.base_lr / (self.warmup_steps + 1)
             return start + (self.base_lr - start) * step / self.warmup_steps
         done = min(1.0, (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps))

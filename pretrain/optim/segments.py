@@ -1,5 +1,5 @@
-"""The elements of parameters in ZeRO's flat shards, as integers that every rank computes alike.
-Padding belongs to no segment."""
+"""Elements of parameters in ZeRO's flat shards, as integers that are equal on every rank. Padding
+belongs to no segment."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ class Segment:
     """`length` elements, from `offset` in the flat tensor and from `start` in the parameter."""
 
     parameter_number: int
-    """In the order of `model.named_parameters()`."""
+    """Position in `model.named_parameters()`."""
     offset: int
     length: int
     start: int = 0

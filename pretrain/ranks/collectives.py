@@ -1,4 +1,4 @@
-"""The few things that ranks exchange outside the engine; with one process they are no-ops."""
+"""Exchanges between ranks outside the engine. A single process skips them."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from data_prep.errors import UserError
 
 T = TypeVar("T")
 LOOK_S = 1.0
-"""Interval at which waiting ranks exchange a sign of life."""
+"""Seconds between signs of life of waiting ranks."""
 
 
 def is_distributed() -> bool:
@@ -22,7 +22,7 @@ def is_distributed() -> bool:
 
 
 def all_sum(values: Tensor) -> Tensor:
-    """The sum over ranks, in place."""
+    """Sum over ranks in place."""
     if is_distributed():
         dist.all_reduce(values)
     return values
@@ -34,7 +34,7 @@ def mean_over_ranks(values: Tensor) -> Tensor:
 
 
 class Moment:
-    """When a device has come so far: by its own clock where it has one, which nobody waits for."""
+    """A point in the work of a device. A GPU uses its own clock, so the host does not wait."""
 
     def __init__(self, device: torch.device):
         self._now_s = time.monotonic()
@@ -43,7 +43,7 @@ class Moment:
             self.event.record()
 
     def seconds_since(self, earlier: "Moment") -> float:
-        """Once both have come."""
+        """Return the seconds between both moments, which must have passed."""
         if self.event is None or earlier.event is None:
             return self._now_s - earlier._now_s
         return float(earlier.event.elapsed_time(self.event)) / 1000
@@ -54,23 +54,23 @@ class Agreed:
     """The facts of a step that all ranks know."""
 
     loss: float
-    """The mean; not finite where any rank's is not."""
+    """The mean; not finite if the loss of any rank is not."""
     gradient_norm: float
     votes: int
     """Number of ranks that raised their flag."""
     num_bad: int
     own_loss: float
-    """This rank's alone."""
+    """This rank's own loss."""
     applied: bool = True
-    """On all ranks, as each says."""
+    """True if the step was applied on all ranks."""
 
 
 class Exchange:
-    """The one exchange of a step: started behind it, and read when it suits, at the latest by the
-    next one's reader.
+    """The one exchange of a step. It starts after the step, and is read later, at most one step
+    later.
 
-    Nothing waits until `read`: on a GPU the sums arrive in pinned memory behind the step's kernels,
-    on a CPU gloo works meanwhile.
+    Nothing waits until `read`: on a GPU the sums arrive in pinned memory after the step's kernels,
+    on a CPU gloo works in the background.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Exchange:
         self._work = dist.all_reduce(self._sums, async_op=True) if is_distributed() else None
         if own.is_cuda:
             if self._work is not None:
-                self._work.wait()  # of NCCL's: the stream waits, not the host
+                self._work.wait()  # with NCCL the stream waits, not the host
             both = torch.cat([self._sums, self._own.unsqueeze(0)])
             self._host = torch.empty_like(both, device="cpu", pin_memory=True).copy_(
                 both, non_blocking=True
@@ -142,7 +142,7 @@ def barrier() -> None:
 
 
 class FailedElsewhere(UserError):  # noqa: N818
-    """Another rank failed, and has the message."""
+    """Another rank failed, and prints the message."""
 
     of_all_ranks = True
 
@@ -152,8 +152,8 @@ class FailedElsewhere(UserError):  # noqa: N818
 
 def on_all_ranks(work: Callable[[], T], *, device: torch.device, field: str) -> T:
     """Return the result of `work` on this rank once all ranks have theirs. No collective waits
-    long, however slow a disk is. Long work marks its progress itself. If it fails on a rank, that
-    rank raises its own error, and the others raise `FailedElsewhere` with the field."""
+    long, however slow a disk is. Long work marks its progress itself. A rank on which it fails
+    raises its own error, and the others raise `FailedElsewhere` with the field."""
     thread = futures.ThreadPoolExecutor(1, thread_name_prefix="on-all-ranks")
     found = thread.submit(work)
     thread.shutdown(wait=False)

@@ -1,11 +1,11 @@
-"""The progress of each rank: its last mark, and the time since anything happened.
+"""The progress of each rank: its last mark, and the time since the last sign of progress.
 
-The loop marks each stage (`PROGRESS.mark`); long work within a stage reports that it progresses
-(`touch`). Both take no lock and do not wait for a device.
+The loop marks each stage (`PROGRESS.mark`); long work within a stage reports progress (`touch`).
+Both take no lock and do not wait for a device.
 
-All ranks pass the same marks in the same order, so the ranks with the fewest marks are behind and
-the others wait for them. While one of the ranks behind progresses, there is no hang. The watchdog
-sends each rank's standing to the first rank, which decides (`Standings`).
+All ranks pass the same marks in the same order. The ranks with the fewest marks are behind, and the
+others wait for them. While one of the ranks behind progresses, there is no hang. The watchdog sends
+each rank's standing to the first rank, which decides (`Standings`).
 """
 
 import time
@@ -21,7 +21,7 @@ _CONFIRMATIONS = 2
 
 
 class Standing(NamedTuple):
-    """The last mark of a rank, and for how long nothing has happened since."""
+    """The last mark of a rank, and the time without progress since then."""
 
     number: int
     step: int
@@ -43,7 +43,7 @@ class Progress:
         """Time of the last progress, without pauses; None before the first mark."""
         self._num_trusted = 0
         self._paused_s = 0.0
-        """Time in which this process could not run; only the watchdog writes it."""
+        """Seconds in which this process could not run; only the watchdog writes them."""
 
     def mark(self, stage: str, *, step: int | None = None) -> None:
         """Begin the next stage. `step`: the current step, from 1 on; by default unchanged."""
@@ -61,7 +61,7 @@ class Progress:
 
     @contextmanager
     def trusting(self) -> Iterator[None]:
-        """Work with its own time limit, such as a transfer, is no hang."""
+        """Trust work that has its own time limit, for example a transfer: it is no hang."""
         self._num_trusted += 1
         try:
             yield
@@ -74,7 +74,7 @@ class Progress:
         self._touched_s = time.monotonic() - self._paused_s
 
     def excuse(self, pause_s: float) -> None:
-        """Do not count a time in which the complete process was suspended."""
+        """Exclude a time in which the complete process was suspended."""
         self._paused_s += pause_s
 
     def standing(self) -> Standing:
@@ -110,7 +110,7 @@ class Verdict:
 
     @property
     def wants_stacks(self) -> bool:
-        """False for a rank that died or failed by itself: the stacks of others add nothing."""
+        """False for a rank that died or failed by itself: the stacks of others do not help."""
         return self.why in ("silent", "hangs")
 
     def as_message(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Standings:
         self._suspects: dict[Peer, int] = {}
         """The ranks that may hang, and the number of their mark."""
         self._num_reports: Counter[Peer] = Counter()
-        """Reports of each rank since these are the suspects."""
+        """Reports of each rank since the suspects last changed."""
 
     def note(self, peer: Peer, standing: Standing) -> None:
         self._known[peer] = standing
@@ -139,10 +139,10 @@ class Standings:
         self._known.pop(peer, None)
 
     def find_hang(self, timeout_s: float) -> Verdict | None:
-        """Return a verdict if none of the ranks that are behind has progressed for that long.
+        """Return a verdict if none of the ranks behind has progressed for that long.
 
-        Each of them must have reported twice since they are the suspects. Otherwise ranks that
-        waited for a late rank would look behind, between its report and theirs.
+        Each of them must have reported twice since they became suspects. Otherwise ranks that
+        waited for a late rank would seem to be behind between two reports.
         """
         behind = self._behind()
         if any(standing.stalled_s <= timeout_s for standing in behind.values()):

@@ -1,10 +1,10 @@
-"""Starts N local ranks of a command and fails fast: when one dies, the others end within seconds
-and its last words come first.
+"""Start N local ranks of a command. If one dies, the others end within seconds, and its last words
+come first.
 
-The same environment that torchrun sets, without its import of torch and its tracebacks. Ctrl-C and
-SIGTERM reach every rank, which finishes its step, writes a checkpoint and exits with 0. Ranks
-report that they have joined (`report_joined`). If one ends before that, the others have nothing to
-save and wait for it within torch, where no signal handler runs: the launcher kills them.
+The environment equals torchrun's, without its import of torch and its tracebacks. Ctrl-C and
+SIGTERM reach every rank. A rank then finishes its step, writes a checkpoint and exits with 0. Ranks
+report that they have joined (`report_joined`). If a rank ends before that, the launcher kills the
+others: they have nothing to save, and wait within torch, which runs no signal handler.
 """
 
 import ctypes
@@ -26,17 +26,16 @@ from pretrain.ranks.world import free_port
 
 _PR_SET_PDEATHSIG = 1
 LAUNCHED_WITH = "WIDE_MLPS_LAUNCHED_WITH"
-"""The variable that gives ranks the rest of the command line: a run's page shows the whole of
-it."""
+"""Variable with the rest of the command line, for a run's page."""
 _JOINED_PIPE = "WIDE_MLPS_JOINED_PIPE"
 LAST_WORDS_S = 5.0
-"""Time that the other ranks have after one has died."""
+"""Seconds that the other ranks get after one has died."""
 GRACE_S = LAST_WRITE_S + 10.0
-"""Time that ranks have after SIGTERM, to write a checkpoint. Then they are killed."""
+"""Seconds that ranks get after SIGTERM to write a checkpoint. Then they are killed."""
 
 
 def end_with_parent() -> None:
-    """Have Linux send SIGTERM to this child when its parent has died."""
+    """Let Linux send SIGTERM to this child when its parent has died."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -47,10 +46,11 @@ def report_joined() -> None:
 
 
 def launch(command: Sequence[str], *, num_ranks: int, heed_signals: bool = False) -> int:
-    """The exit code of the first rank that failed, or 0. Standard streams are inherited.
+    """Run the command, and return the exit code of the first rank that failed, or 0. Ranks inherit
+    the standard streams.
 
-    `heed_signals`: the command installs a StopFlag; a signal that comes sooner waits for it instead
-    of ending the rank.
+    `heed_signals`: the command installs a StopFlag. An earlier signal waits for the flag and does
+    not end the rank.
     """
     joined, joined_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     shared = os.environ | {
@@ -65,19 +65,19 @@ def launch(command: Sequence[str], *, num_ranks: int, heed_signals: bool = False
     shared.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
 
     def prepare() -> None:
-        """A rank saves and ends instead of training on unnoticed."""
+        """Prepare a rank to save and end if the launcher dies."""
         end_with_parent()
         if not heed_signals:
             signal.pthread_sigmask(
                 signal.SIG_UNBLOCK, set(SIGNALS) - {signal.SIGINT}
-            )  # that one waits until it is heeded
+            )  # SIGINT stays blocked until the StopFlag is installed
 
-    keep("")  # `answer` does it
+    keep("")  # `answer` prints the message
     output_is_progress()
     ranks: list[subprocess.Popen[bytes]] = []
     signal.pthread_sigmask(
         signal.SIG_BLOCK, SIGNALS
-    )  # ranks inherit it; what comes to us meanwhile is passed on afterwards
+    )  # ranks inherit the mask; signals that arrive now are passed on afterwards
     try:
         for rank in range(num_ranks):
             environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -107,12 +107,12 @@ def _have_joined(pipe: int) -> bool:
 def _watch(ranks: list[subprocess.Popen[bytes]], *, joined: int) -> int:
     while True:
         codes = [rank.poll() for rank in ranks]
-        # a signal first: the others may have ended already because of it
+        # ranks that a signal killed come first: the others may have ended because of them
         for number, code in sorted(enumerate(codes), key=lambda each: (each[1] or 0) >= 0):
             if code not in (None, 0):
                 _wait(
                     ranks if _have_joined(joined) else ranks[:1], LAST_WORDS_S
-                )  # a mistake of all is reported by the first
+                )  # an error of all ranks is reported by the first one
                 if code not in (INTERRUPTED, BUSY):
                     print(
                         f"launch: rank {number} ended with {describe(code)}; ending the others",
@@ -125,15 +125,14 @@ def _watch(ranks: list[subprocess.Popen[bytes]], *, joined: int) -> int:
 
 
 def describe(code: int | None) -> str:
-    """Return how a process has ended."""
+    """Describe how a process has ended."""
     return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
 
 
 def _forward_signals(ranks: list[subprocess.Popen[bytes]], *, saves: bool):  # type: ignore[no-untyped-def]
-    """Passes the other signals on. Ctrl-C reaches the ranks from the terminal itself; the first is
-    confirmed here, and those that save hear of it by SIGTERM as well, for a SIGINT may be meant for
-    the launcher alone. A second one kills them: where they are still starting, they would know of
-    one."""
+    """Pass signals on to the ranks. A terminal sends Ctrl-C to all ranks itself. The launcher
+    confirms the first Ctrl-C, and sends SIGTERM to ranks that save, because only the launcher may
+    have got the SIGINT. A second Ctrl-C kills the ranks."""
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         for rank in ranks:
@@ -149,7 +148,7 @@ def _forward_signals(ranks: list[subprocess.Popen[bytes]], *, saves: bool):  # t
         )
         write_error(
             f"\nlaunch: {words}; Ctrl-C again ends it at once\n"
-        )  # print may be interrupted in itself
+        )  # a signal may interrupt print itself
         if saves:
             pass_on(signal.SIGTERM, None)
 

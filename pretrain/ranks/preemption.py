@@ -1,14 +1,13 @@
-"""Stopping is a flag. The handlers only raise it; the trainer reads it at a step boundary, where
+"""A flag that stops a run. Signal handlers only raise it; the trainer reads it between steps, when
 all ranks agree, and then saves.
 
-SIGTERM and SIGUSR2 come from SLURM (preemption, time limit), SIGHUP from a terminal that is closed,
-SIGINT from Ctrl-C: what it is answered, and what a second one does, stands in
-data_prep/interrupts.py.
+SIGTERM and SIGUSR2 come from SLURM (preemption, time limit), SIGHUP from a closed terminal, SIGINT
+from Ctrl-C. data_prep/interrupts.py answers Ctrl-C and a second Ctrl-C.
 
-A wait that may never end (for data of a server that is gone) is done within `waiting`, by `result`.
-A single rank gives it up at once, and is then still at its step boundary. With several ranks the
-others may be within the step, so none can give up by itself: `stuck_wait_s` reports how long it has
-waited since then, and the heartbeat ends them all.
+A wait that may never end (for data of a lost server) runs inside `waiting`, through `result`. A
+single rank gives up such a wait at once, because it is between steps. If there are several ranks,
+others may be within the step, so none can give up by itself. `stuck_wait_s` reports how long the
+wait has lasted since then, and the heartbeat ends all ranks.
 """
 
 import signal
@@ -24,13 +23,13 @@ from data_prep.interrupts import answer_interrupt, keep
 T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 LAST_WRITE_S = 30.0
-"""How long a run that ends early, or with an error, waits for the checkpoint that is being written.
-Our launcher waits longer."""
+"""Seconds that a run that ends early waits for the checkpoint that is being written. Our launcher
+waits longer."""
 _LOOK_S = 0.2
 
 
 def heeded_signals() -> list[signal.Signals]:
-    """Return those that stop this process. Under nohup a closed terminal does not."""
+    """Return the signals that stop this process. Under nohup a closed terminal does not."""
     return [
         each
         for each in SIGNALS
@@ -39,13 +38,13 @@ def heeded_signals() -> list[signal.Signals]:
 
 
 class Interrupted(Exception):  # noqa: N818
-    """A wait was given up, because training is to stop."""
+    """A wait was given up, because training must stop."""
 
 
 @contextmanager
 def entered(place: AbstractContextManager[T]) -> Iterator[T | None]:
-    """Within the place; or without it, where the way in was interrupted: the other ranks, which did
-    not wait there, must learn of it before anything else."""
+    """Enter the context. If entering is interrupted, yield None: the other ranks did not wait, and
+    must learn of it first."""
     with ExitStack() as until_end:
         value = None
         with suppress(Interrupted):
@@ -57,22 +56,22 @@ class StopFlag:
     def __init__(self) -> None:
         self.raised_by: str | None = None
         self.is_alone = False
-        """World size 1."""
+        """True if the world size is 1."""
         self._waits_since_s: float | None = None
         self._raised_at_s = 0.0
 
     def install(self) -> "StopFlag":
-        """The flag of this process: the one that is installed already, as what it has seen counts,
-        or else this one."""
+        """Return the flag of this process: an installed flag, which may have seen signals, or this
+        one."""
         installed = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
         if isinstance(installed, StopFlag):
             return installed
-        keep("it ends as soon as all is loaded, nothing is to be saved yet")
+        keep("it ends once everything is loaded; nothing must be saved yet")
         for number in heeded_signals():
             signal.signal(number, self._raise)
         signal.pthread_sigmask(
             signal.SIG_UNBLOCK, SIGNALS
-        )  # our launcher blocks them, so that none is lost before this
+        )  # our launcher blocks them, so no earlier signal is lost
         return self
 
     @contextmanager
@@ -85,7 +84,7 @@ class StopFlag:
             self._waits_since_s = None
 
     def stuck_wait_s(self) -> float:
-        """Return how long a wait has lasted since the stop request; 0 without one."""
+        """Return the duration of a wait since the stop request; 0 without a request."""
         return 0.0 if self._waits_since_s is None else self.ignored_s(self._waits_since_s)
 
     def ignored_s(self, since_s: float) -> float:
@@ -93,13 +92,13 @@ class StopFlag:
         return 0.0 if self.raised_by is None else time.monotonic() - max(since_s, self._raised_at_s)
 
     def result(self, future: "Future[T]") -> T:
-        """What it comes to. The flag is looked at between short waits: a handler that raised could
-        leave the future's lock held."""
+        """Wait for the future's result, and check the flag between short waits. A handler that
+        raised could leave the future's lock held."""
         while not future.done():
             self._heed()
             try:
                 return future.result(timeout=_LOOK_S)
-            except TimeoutError:  # ours, or the future's own, which is raised below
+            except TimeoutError:  # from this wait; the future's own error is raised below
                 continue
         return future.result()
 

@@ -1,4 +1,4 @@
-"""Time limits of the ranks of a run: in the section `engine` of a training, else `ranks`. No
+"""Time limits of the ranks of a run: section `engine` of a training, otherwise `ranks`. No
 torch."""
 
 from pydantic import Field
@@ -8,12 +8,12 @@ from data_prep.settings import Settings
 
 class RanksSettings(Settings):
     timeout_s: float = Field(600.0, gt=0)
-    """Seconds that a collective may wait before the run ends, because a rank is stuck or gone. Long
+    """Seconds that a collective may wait before the run ends, because a rank is stuck or lost. Long
     work of one rank does not count."""
     heartbeat_timeout_s: float = Field(60.0, ge=1)
     """Seconds of silence after which a rank counts as frozen or its node as lost. The other ranks
-    name it and end. It must be longer than any call that blocks Python's threads. A dead rank is
-    noticed within a second."""
+    then name it and end. It must be longer than any call that blocks Python's threads. A dead rank
+    is noticed within a second."""
     lock_wait_s: float = Field(180.0, ge=0)
     """Seconds to wait for another attempt that holds the run, at most half of timeout_s. The lock
     of a lost node ends with its lease: up to 180 s for NFSv4 on Linux, 150 s for Lustre."""

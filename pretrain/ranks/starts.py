@@ -2,14 +2,14 @@
 
     RUN/starts/0003/.lock      held by the first rank of the run; names its node, process and job
 
-1. A start locks the newest file. If another start holds it, this start waits (`lock_wait_s`).
-2. If the lock is still held and SLURM reports that the holder is over (its job was requeued or has
-   ended, or its node is down), the next number takes the place of the lock. Otherwise the start
-   fails and names the holder.
-3. A start that has the lock of the newest number removes the lower numbers and everything that
-   killed writers have left.
-4. A frozen start that wakes up sees that its lock is gone or no longer the newest, and ends
-   (watchdog.py). It publishes no checkpoint and no result (`check_owner`).
+1. An attempt locks the newest file. If another attempt holds it, this one waits (`lock_wait_s`).
+2. If the lock is still held, SLURM is asked. The holder is over if its job was requeued or has
+   ended, or its node is down. Then the next number replaces the lock. Otherwise the attempt fails
+   and names the holder.
+3. An attempt that has the lock of the newest number removes the lower numbers and all leftovers of
+   killed writers.
+4. A frozen attempt that wakes up ends if its lock is gone or no longer the newest (watchdog.py). It
+   publishes no checkpoint and no result (`check_owner`).
 """
 
 import os
@@ -36,7 +36,7 @@ from pretrain.ranks.preemption import Interrupted, StopFlag
 
 _LOOK_S = 0.5
 _LEFTOVER_S = 3600.0
-"""Age of a leftover in RUN/tracking: a delivery may be at work there without the run's lock."""
+"""Age in seconds of a leftover in RUN/tracking: a delivery may work without the run's lock."""
 _LIVE_STATES = {
     *("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 }
@@ -46,19 +46,19 @@ _HELD: set[Path] = set()
 
 
 def has_lost_run() -> bool:
-    """Return True if another start has taken over a run of this process."""
+    """Return True if another attempt has taken over a run of this process."""
     return any(not lock.exists() or _is_superseded(lock) for lock in list(_HELD))
 
 
 def check_owner() -> None:
-    """Raise an error if another start has taken over a run of this process."""
+    """Raise an error if another attempt has taken over a run of this process."""
     if has_lost_run():
-        problem = "a newer start has taken over the run, so this start publishes nothing more"
-        raise UserError("run_dir", problem, "let the newer start finish", code="busy")
+        problem = "a newer attempt has taken over the run, so this attempt publishes nothing more"
+        raise UserError("run_dir", problem, "let the newer attempt finish", code="busy")
 
 
 def is_at_work(run_dir: Path) -> bool:
-    """Return True if a start of the run is alive."""
+    """Return True if an attempt of the run is alive."""
     return is_held(_newest_lock(run_dir))[0]
 
 
@@ -94,9 +94,9 @@ def _lock_newest(
                 _remove_lower(lock)
                 if not _is_superseded(lock):
                     return lock
-            stack.close()  # another start has taken over meanwhile
+            stack.close()  # another attempt has taken over in the meantime
             continue
-        who = f"{run_dir}: start {int(lock.name)} of this run holds it ({holder or 'unknown'})"
+        who = f"{run_dir}: attempt {int(lock.name)} holds this run ({holder or 'unknown'})"
         if not has_waited:
             print(f"{who}; waiting up to {lock_wait_s:,.0f} s", file=sys.stderr, flush=True)
             has_waited = True
@@ -106,11 +106,11 @@ def _lock_newest(
             time.sleep(min(_LOOK_S, lock_wait_s))
         elif holder is not None and _is_over(holder):
             if is_held(lock)[1] != holder or _is_superseded(lock):
-                continue  # another start has got the lock while SLURM was asked
+                continue  # another attempt got the lock while SLURM was asked
             print(f"{who}; SLURM reports that it is over. Taking over", file=sys.stderr, flush=True)
             lock.with_name(f"{int(lock.name) + 1:04}").mkdir(exist_ok=True)
         else:
-            problem = f"start {int(lock.name)} holds the run ({holder or 'unknown'})"
+            problem = f"attempt {int(lock.name)} holds the run ({holder or 'unknown'})"
             raise Busy(str(run_dir), problem, "wait for it, or end it", code="busy")
 
 
@@ -137,20 +137,20 @@ def _remove_old_leftovers(place: Path) -> None:
 
 
 def _is_over(holder: Holder) -> bool:
-    """Return True if SLURM reports that the holder's start is over: by the number of restarts for
+    """Return True if SLURM reports that the holder's attempt is over: by the number of restarts for
     this job, by `scontrol` for another job."""
     if not holder.job or holder.cluster != os.environ.get("SLURM_CLUSTER_NAME", ""):
-        return False  # this cluster's SLURM does not know that job
+        return False  # this cluster's SLURM does not know the holder's job
     if holder.job == os.environ.get("SLURM_JOB_ID"):
         return holder.restart < int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     job = _scontrol("job", holder.job)
     if "Invalid job id" in job:
-        return True  # it has ended long ago
+        return True  # the job ended long ago
     state, restarts = _field("JobState", job), _field("Restarts", job)
     if state and (state not in _LIVE_STATES or int(restarts or 0) > holder.restart):
         return True
     node_state = _field("State", _scontrol("node", holder.node))
-    return re.match(r"DOWN\b", node_state) is not None  # a suffix is a flag, as in DOWN*+DRAIN
+    return re.match(r"DOWN\b", node_state) is not None  # suffixes are flags, as in DOWN*+DRAIN
 
 
 def _scontrol(*words: str) -> str:

@@ -1,22 +1,23 @@
-"""Ends all ranks with one clear line, within seconds, if a rank is dead, frozen or hangs.
+"""End all ranks with one clear line, within seconds, if a rank is dead, frozen or hangs.
 
 A thread of each rank holds a TCP connection to the first rank, for any launcher. The connection
 carries JSON objects, one per line. Messages without the token of this run are ignored.
 
-1. Each end sends beats. A connection that closes without a goodbye is a dead rank; one that is
-   silent for `heartbeat_timeout_s` is a frozen rank or a lost node; a rank that fails reports that.
+1. Each end sends beats. A connection that closes without a goodbye is a dead rank. A connection
+   that is silent for `heartbeat_timeout_s` is a frozen rank or a lost node. A rank that fails
+   reports that.
 2. The first rank sends the verdict to all ranks and prints it. Every rank ends with exit code 1. If
-   the first rank itself is gone, the first survivor of each node prints the line.
-3. A rank that was told to stop, but waits for data that does not come, ends all with exit code 0.
+   the first rank itself is lost, the first survivor of each node prints the line.
+3. A stopped rank that still waits for missing data ends all ranks with exit code 0.
 4. After `watch`, beats carry the standing of a rank (hangs.py). If the ranks that are behind make
    no progress for `hang_timeout_s`, the run hangs. A single rank has only this, and no connection.
 5. Ranks that end because of a hang or a silent rank append their stacks to RUN/stacks/rank-N.txt.
-   A thread of faulthandler, which needs no lock of Python, writes them if no beat follows in time;
-   a process that dies of a signal writes them, too.
+   If no beat follows in time, a thread of faulthandler writes them without a lock of Python. A
+   process that dies of a signal writes them, too.
 6. Then they write their last collectives (torch's flight recorder) to RUN/stacks/flight-recorder-N.
 
 The thread reads all messages before it decides, and checks ranks once per beat. Beats may carry a
-small dict (`report`) to the first rank (`received`); neither may block.
+small dict (`report`) to the first rank (`received`). Neither function may block.
 """
 
 import faulthandler
@@ -49,15 +50,15 @@ from pretrain.ranks.starts import has_lost_run
 from pretrain.ranks.world import Peer, World
 
 FAILED_GRACE_S = 1.0
-"""Time for ranks that meet the same error to print their own message."""
+"""Seconds for ranks with the same error to print their own message."""
 STUCK_WAIT_S = 30.0
-"""Limit for a wait for data after the run was told to stop."""
+"""Longest wait for data, in seconds, after the run was told to stop."""
 BLAME_S = 3.0
-"""Time that a failed collective waits for the news that a rank is gone."""
+"""Seconds that a failed collective waits for the news of a lost rank."""
 ARMED_FRACTION = 0.75
 """Fraction of `heartbeat_timeout_s` after which faulthandler writes the stacks."""
 WRITE_S = 10.0
-"""Time limit for writing the stacks."""
+"""Time limit in seconds for writing the stacks."""
 LONGEST_LINE = 1 << 16
 _HELLO_S, _CONNECT_S = 10.0, 20.0
 Message = dict[str, Any]
@@ -65,8 +66,8 @@ Message = dict[str, Any]
 
 @contextmanager
 def watched(world: World, ranks: RanksSettings, *, device: torch.device) -> "Iterator[Watchdog]":
-    """Enter this on all ranks when they have joined: if one of them is gone, frozen or fails, the
-    others end and name it."""
+    """End all ranks if one of them is lost, frozen or fails. All ranks enter this after they have
+    joined."""
     watchdog = Watchdog(world, ranks)
     watchdog.start(lambda numbers: all_sum(torch.tensor(numbers, device=device)).tolist())
     report_joined()
@@ -89,7 +90,7 @@ class Wire:
         self._buffer = b""
 
     def send(self, line: bytes) -> None:
-        """Skip the line if the other end takes nothing: its silence will show that."""
+        """Send a line, or drop it if the other end reads nothing: its silence will be noticed."""
         try:
             self.is_open &= self.socket.send(line) == len(line)
         except BlockingIOError:
@@ -114,7 +115,7 @@ class Wire:
             if len(self._buffer) > LONGEST_LINE:
                 raise ValueError("a line without end")
             if len(data) < LONGEST_LINE:
-                break  # if the end has come, too, the next call sees it
+                break  # if the connection has ended, too, the next call notices
 
 
 def encoded(message: Message) -> bytes:
@@ -124,8 +125,8 @@ def encoded(message: Message) -> bytes:
 
 
 def listen(address: str, *, is_one_node: bool) -> socket.socket:
-    """Listen on the interface of the address, or on all, if the address means something else on
-    other nodes or cannot be resolved."""
+    """Listen on the interface of the address. Listen on all interfaces if other nodes resolve the
+    address differently, or nothing does."""
     with suppress(OSError):
         family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         if is_one_node or not str(place[0]).startswith(("127.", "::1")):
@@ -151,7 +152,7 @@ class Watchdog:
         self._stacks_file, self._armed_s = -1, 0.0
         self._looked_s = time.monotonic()
         self._lock = threading.RLock()
-        """Guards the connections: the main thread says goodbye itself."""
+        """Lock of the connections, because the main thread says goodbye itself."""
         self._is_ending, self._has_verdict = False, threading.Event()
         self._thread: threading.Thread | None = None
         self._woken, self._waker = os.pipe()
@@ -168,7 +169,7 @@ class Watchdog:
         received: Callable[[int, dict[str, Any]], None] = lambda rank, report: None,
     ) -> None:
         """Set further duties. `at_end(stopped)`: short work before a verdict ends this process.
-        `stuck_wait_s`: how long this rank has waited since it was told to stop."""
+        `stuck_wait_s`: seconds that this rank has waited since it was told to stop."""
         self._at_end, self._stuck_wait_s = at_end, stuck_wait_s
         self._report, self._received = report, received
 
@@ -186,14 +187,14 @@ class Watchdog:
         self._token = "-".join(map(str, token))
         if not self._world.is_first:
             self._connect(address, port)
-        # a child would hold the connection of a dead rank open
+        # a child would keep the connection of a dead rank open
         os.register_at_fork(after_in_child=self._close_connections)
         self._begin()
         return self
 
     def watch(self, directory: Path) -> None:
-        """Expect progress of this rank from now on, unless `hang_timeout_s` is 0 or null. Stacks go
-        to the directory."""
+        """Expect progress of this rank from now on, unless `hang_timeout_s` is 0 or null. Stacks
+        are written to the directory."""
         armed_s = self._hang_timeout_s if self._is_alone else ARMED_FRACTION * self._timeout_s
         if not armed_s:
             return
@@ -210,12 +211,12 @@ class Watchdog:
             self._begin()
 
     def stop(self) -> None:
-        """Say goodbye: from now on this rank may end without alarm."""
+        """Say goodbye: this rank may now end without an alarm."""
         self._leave({"bye": True})
 
     def blame(self, error: BaseException) -> None:
-        """Tell the other ranks of this rank's own error. Waits for the verdict if the error comes
-        from a collective whose partner is gone (RuntimeError or a subclass of torch's)."""
+        """Report this rank's own error to the other ranks. Wait for the verdict if the error comes
+        from a collective whose partner is lost (RuntimeError or a subclass of torch's)."""
         if self._thread is None or self._is_ending:
             return
         names = {kind.__name__ for kind in type(error).__mro__}
@@ -246,7 +247,7 @@ class Watchdog:
     def _guard(self) -> None:
         try:
             self._work()
-        except Exception as error:  # noqa: BLE001 (`report` and `received` may fail in any way)
+        except Exception as error:  # noqa: BLE001 (`report` and `received` may raise anything)
             write_error(f"WARNING: rank {self._me.rank}: the watchdog has stopped ({error!r})\n")
             with self._lock:
                 self._is_ending = True
@@ -301,11 +302,11 @@ class Watchdog:
                 wire.send(line)
 
     def _look(self, ready: list[int], *, is_beat: bool) -> Verdict | None:
-        """Read everything that has come, and only then decide."""
+        """Read all messages, and only then decide."""
         self._excuse_pause()
         for file in ready:
             if self._listener is not None and file == self._listener.fileno():
-                with suppress(OSError):  # until there are no more
+                with suppress(OSError):  # raised once no connection is left to accept
                     while True:
                         self._add(Wire(self._listener.accept()[0]))
             elif file in self._wires and (verdict := self._read(file)) is not None:
@@ -362,11 +363,11 @@ class Watchdog:
         return None if wire.peer is None else Verdict(wire.peer, "gone")
 
     def _excuse_pause(self) -> None:
-        """Begin all waits again after a pause of this process: a suspended job sends no beats."""
+        """Restart all waits after a pause of this process: a suspended job sends no beats."""
         now_s = time.monotonic()
         if now_s - self._looked_s > 2 * self._interval_s:
             if has_lost_run():
-                write_error(f"{self._me}: a newer start has taken over the run; this one ends\n")
+                write_error(f"{self._me}: a newer attempt has taken over the run; this one ends\n")
                 os._exit(1)
             PROGRESS.excuse(now_s - self._looked_s)
             for wire in self._wires.values():
@@ -395,7 +396,7 @@ class Watchdog:
         self._files.register(wire.socket, selectors.EVENT_READ)
 
     def _end(self, verdict: Verdict) -> None:
-        """End this process, unless it is about to end in its own way."""
+        """End this process, unless it is about to end by itself."""
         self._has_verdict.set()
         with self._lock:
             if self._world.is_first:
@@ -408,7 +409,7 @@ class Watchdog:
             self._is_ending = True
         stacks = self._stacks if verdict.wants_stacks else None
         is_printer = self._world.is_first
-        if verdict.peer.rank == 0 and verdict.why not in ("waits", "hangs"):  # it cannot print
+        if verdict.peer.rank == 0 and verdict.why not in ("waits", "hangs"):  # cannot print
             is_first_node = self._world.rank == self._world.local_rank
             is_printer = self._world.local_rank == int(is_first_node)
         if is_printer:
@@ -422,8 +423,8 @@ class Watchdog:
         os._exit(0 if verdict.why == "waits" else 1)
 
     def _dump_stacks(self, path: Path, verdict: Verdict) -> None:
-        """Append the stacks to the file. They are taken in memory and printed if the storage does
-        not take them: it may be the cause of the hang."""
+        """Append the stacks to the file, or print them if the storage fails: it may cause the hang.
+        They are collected in memory."""
         memory = os.memfd_create("stacks")
         faulthandler.dump_traceback(memory, all_threads=True)
         stacks = os.pread(memory, 1 << 20, 0).decode(errors="replace")
@@ -441,8 +442,8 @@ class Watchdog:
             write_error(f"{path}: cannot be written in {WRITE_S:g} s:\n{text[:20_000]}\n")
 
     def _dump_collectives(self, path: Path) -> None:
-        """Torch may wait for a device and hold Python's lock: a thread of faulthandler ends this
-        process after `WRITE_S`."""
+        """Write the last collectives. Torch may hold Python's lock while it waits for a device, so
+        a thread of faulthandler ends this process after `WRITE_S`."""
         if self._stacks_file < 0 or not dist.is_initialized():
             return
         faulthandler.dump_traceback_later(WRITE_S, exit=True, file=self._stacks_file)
@@ -451,14 +452,14 @@ class Watchdog:
             write_atomic(path, getattr(c10d, f"_dump_{kind}_trace")())
 
     def _close_stacks(self, path: Path) -> None:
-        """Leave no empty file."""
+        """Close the file, and remove it if it is empty."""
         faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
         with suppress(OSError):
             os.close(self._stacks_file)
             if path.stat().st_size == 0:
                 path.unlink()
-                path.parent.rmdir()  # by the last rank
+                path.parent.rmdir()  # succeeds in the last rank
 
     def _close_connections(self) -> None:
         if self._listener is not None:

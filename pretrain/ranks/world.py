@@ -1,4 +1,4 @@
-"""Rank facts, read once from torchrun's, our launcher's or SLURM's environment. No torch here."""
+"""Facts of a rank, read once from the environment of torchrun, our launcher or SLURM. No torch."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""torch's name of a setting, and its older one."""
+"""Variables of torch's allocator, with the newer name first."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,15 @@ class World:
     num_local_ranks: int = 1
     """Ranks of this node."""
     num_slurm_gpus: int = 0
-    """GPUs of this node that SLURM has given to its ranks; 0 if the ranks are not tasks of
-    SLURM."""
+    """GPUs of this node that SLURM has given to its ranks; 0 if the ranks are not SLURM tasks."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def gpu(self, num_visible: int) -> int | None:
-        """Return the number of this rank's GPU. A rank that sees one of several GPUs, as with
-        --gpus-per-task=1, uses that one."""
+        """Return the number of this rank's GPU. A rank that sees one of several GPUs
+        (--gpus-per-task=1) uses that GPU."""
         sees_its_own = num_visible == 1 and self.num_slurm_gpus >= self.num_local_ranks
         number = 0 if sees_its_own else self.local_rank
         return number if number < num_visible else None
@@ -50,7 +49,7 @@ class World:
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank as the others know it."""
+    """The identity of a rank in messages."""
 
     rank: int
     node: str
@@ -61,8 +60,8 @@ class Peer:
 
 
 def rank_of(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the rank of this process, for example to print a message once. No other variable has
-    to be set."""
+    """Return the rank of this process, for example to print a message once. No other variable is
+    required."""
     return int(environment.get("RANK") or environment.get("SLURM_PROCID") or 0)
 
 
@@ -78,13 +77,13 @@ def _fill_in_torch(environment: MutableMapping[str, str]) -> None:
     """Set defaults of torch's runtime, which reads them when it is loaded."""
     environment.setdefault(
         "OMP_WAIT_POLICY", "PASSIVE"
-    )  # waiting threads sleep: spinning ones take cores from busy ones
+    )  # waiting threads sleep: spinning threads take cores from busy ones
     if (
         not environment.keys() & ALLOCATOR
-    ):  # torch reads it before a GPU's first allocation, and nobody does on a CPU
+    ):  # torch reads it before a GPU's first allocation; a CPU ignores it
         environment[
             ALLOCATOR[0]
-        ] = (  # evaluation, gathers of stage 3, other batch sizes leave no holes
+        ] = (  # evaluation, gathers of stage 3 and other batch sizes fragment memory without it
             "expandable_segments:True"
         )
 
@@ -122,7 +121,7 @@ def read_world(environment: MutableMapping[str, str] = os.environ) -> World:
     rank, local_rank, num_ranks = (
         int(environment[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     )
-    if "LOCAL_SIZE" in environment:  # the `deepspeed` launcher's word for it
+    if "LOCAL_SIZE" in environment:  # the name in the `deepspeed` launcher
         environment.setdefault("LOCAL_WORLD_SIZE", environment["LOCAL_SIZE"])
     local = int(environment.get("LOCAL_WORLD_SIZE", "1"))
     are_tasks = environment.get("SLURM_NTASKS") == str(num_ranks)
@@ -138,8 +137,8 @@ def read_world(environment: MutableMapping[str, str] = os.environ) -> World:
 
 
 def _cores_per_rank(environment: MutableMapping[str, str]) -> int:
-    """A rank that is a task of SLURM has the cores that it is bound to, and no more than its share
-    of the step's; those that one task, or nobody, started share what there is."""
+    """Return the cores of a rank. A rank that is a SLURM task has the cores that it is bound to, at
+    most its part of the step's cores. Other ranks share all available cores."""
     here, local = len(os.sched_getaffinity(0)), int(environment.get("LOCAL_WORLD_SIZE", "1"))
     of_task, of_node = (
         int(environment.get(name, "0")) for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE")
@@ -152,8 +151,8 @@ def _cores_per_rank(environment: MutableMapping[str, str]) -> int:
 
 
 def _tasks_of_this_node(environment: MutableMapping[str, str]) -> int:
-    """Return the number of tasks from the step's list of nodes, or the job's if it has as many
-    tasks; "4(x3),2" is 4, 4, 4, 2."""
+    """Return the number of tasks of this node, from the first complete list: the step's, then the
+    job's. "4(x3),2" is 4, 4, 4, 2."""
     num_tasks, node = int(environment["SLURM_NTASKS"]), int(environment.get("SLURM_NODEID", "0"))
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         parts = [_TASKS.fullmatch(part) for part in environment.get(name, "").split(",")]
@@ -164,8 +163,8 @@ def _tasks_of_this_node(environment: MutableMapping[str, str]) -> int:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Below the ports that Linux gives to connections (32768 on), or one of those could take it
-    before the caller does."""
+    """Return a free port below Linux's range for connections (from 32768), so that no connection
+    takes it before the caller."""
     for port in random.SystemRandom().sample(range(20000, 32768), 100):
         with socket.socket() as probe:
             try:

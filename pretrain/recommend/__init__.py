@@ -44,6 +44,6 @@ def _place(word: str) -> Path | str:
 def _recommend(options: argparse.Namespace) -> int:
     from pretrain.recommend.command import (
         recommend,
-    )  # and Pillow, which no other verb needs so early
+    )  # and Pillow, which no other command needs so early
 
     return recommend(options)

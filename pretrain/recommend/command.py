@@ -1,11 +1,11 @@
-"""`pretrain recommend` on the command line. No torch: what takes long is a process of its own.
+"""Command line of `pretrain recommend`. No torch: slow work runs in other processes.
 
-1. Images become a dataset with `data_prep build`. A dataset is taken as it is. The files of a
+1. Images become a dataset with `data_prep build`. A dataset is used unchanged. The files of a
    published dataset come from `data_prep fetch`.
 2. recipe.py chooses the settings. An existing config is replaced only with `--overwrite`;
    otherwise the differences are printed.
 3. A few steps of the training are timed in a temporary directory (for a probe, steps of a tuning).
-4. The config is written atomically. The command that trains is the last line.
+4. The config is written atomically. The last line is the training command.
 """
 
 import argparse
@@ -47,9 +47,9 @@ TIMED_SAMPLES = 2048
 
 def recommend(options: argparse.Namespace) -> int:
     if options.probe and not options.pretrained:
-        fix = "Give a run, or a folder of finetune import, as --from RUN"
+        fix = "Add --from RUN, with a run or a folder of finetune import"
         raise UserError("--probe", "a probe needs weights", fix, code="conflict")
-    keep("the images that are packed stay; the same command resumes")
+    keep("packed images are kept; the same command resumes")
     card = Checkpoint.open(options.pretrained).card if options.pretrained else None
     place = options.place
     name = options.name or re.sub(r"[^\w-]+", "-", Path(place).resolve().name).strip("-")
@@ -58,7 +58,7 @@ def recommend(options: argparse.Namespace) -> int:
         fix = "Use letters, digits, - and _"
         raise UserError("--name", f"{name!r} is not valid", fix, code="bad-value")
     typed = str(place) if isinstance(place, str) else str(place.resolve())
-    elsewhere = f"go to another folder, and type pretrain recommend {shlex.quote(typed)}"
+    elsewhere = f"go to another folder, and run pretrain recommend {shlex.quote(typed)}"
     check_place(Path("runs"), field="run_dir", remedy=elsewhere)
     directory = place
     if isinstance(place, Path) and not (place / MANIFEST_NAME).exists():
@@ -108,7 +108,7 @@ def _write_config(
             raise UserError("--name", f"{path} is a config of {verbs[0]}", fix, code="bad-value")
         changes = differences(parse_yaml(config, path), kept)
         more = f" ({changes}); --overwrite replaces it" if changes else ""
-        print(f"{path}: kept as it is{more}\n{next_line}")
+        print(f"{path}: unchanged{more}\n{next_line}")
         return 0
     facts = [f"command   {shlex.join(command)}", f"hardware  {machine}"]
     if not options.no_timing:
@@ -120,9 +120,7 @@ def _write_config(
     print("\n".join([f"{path}: written, with a reason for each choice", *facts[1:]]))
     if card is None and data.num_train < recipe.FEW:
         print(recipe.EXPECTED)
-        print(
-            f"With such weights: pretrain recommend {shlex.quote(str(data.directory))} --from RUN"
-        )
+        print(f"To use weights: pretrain recommend {shlex.quote(str(data.directory))} --from RUN")
         print(recipe.WEIGHTS)
     print(next_line)
     return 0
@@ -165,12 +163,12 @@ def _pictures_in(place: Path, labels: str | None) -> Pictures:
         if place.exists():
             raise UserError(str(place), "it is a file", fix, code="unreadable")
         raise UserError(str(place), "it does not exist", fix, code="missing-path")
-    with doing("looking at the pictures"):
+    with doing("reading a sample of the images"):
         pictures = Pictures.of(place)
     if pictures.num_loose and not labels:
         table = next(iter(sorted([*place.glob("*.csv"), *place.glob("*.parquet")])), "FILE.csv")
-        problem = f"{pictures.num_loose:,} images are in no folder of a class"
-        fix = f"Make a folder for each class, or give a table of labels: --labels {table}"
+        problem = f"{pictures.num_loose:,} images are not in a class folder"
+        fix = f"Make a folder for each class, or add a table of labels: --labels {table}"
         raise UserError(str(place), problem, fix, code="unknown-format")
     return pictures
 
@@ -214,8 +212,8 @@ def _timed(command: list[str], values: dict[str, Any], data: Data) -> str:
 
 
 def _run(command: list[str], output: Any = None) -> int:
-    """Run one of our programs and return its exit code. Ctrl-C reaches it from the terminal, too: a
-    program whose output is kept is killed, and the others are waited for."""
+    """Run one of our programs and return its exit code. Ctrl-C from the terminal reaches it, too. A
+    program with captured output is then killed; others may finish."""
     process = subprocess.Popen(
         [sys.executable, "-m", *command],
         stdout=output,

@@ -1,4 +1,4 @@
-"""The images, the dataset and the machine, as `pretrain recommend` sees them. No torch."""
+"""Facts about the images, the dataset and the machine for `pretrain recommend`. No torch."""
 
 import os
 import shlex
@@ -23,11 +23,11 @@ NUM_SAMPLED = 100
 
 @dataclass(frozen=True)
 class Pictures:
-    """A folder of images, by a sample."""
+    """A folder of images, described by a sample."""
 
     num_pictures: int
     num_loose: int
-    """Images in no folder of a class."""
+    """Images outside class folders."""
     width: int
     height: int
 
@@ -38,11 +38,11 @@ class Pictures:
             with suppress(Rejection):
                 sizes.append(size_of(each.read()))
         if not sizes:
-            fix = "Give another folder"
+            fix = "Choose another folder"
             if any(folder.glob("*.tar")):
                 shards = shlex.quote(f"{folder}/*.tar")
                 fix = f"Index its shards first: data_prep index --train {shards} --out data/NAME"
-            problem = "the folder has no images that can be read"
+            problem = "the folder has no readable images"
             raise UserError(str(folder), problem, fix, code="empty")
         width, height = (round(statistics.median(side)) for side in zip(*sizes, strict=True))
         num_loose = sum(Path(each.path).parent == folder for each in found)

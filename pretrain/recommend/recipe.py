@@ -1,7 +1,8 @@
-"""What `pretrain recommend` chooses: functions of the data and the machine alone, so that the same
-command makes the same config. The lines of a config, with the reason behind each, are in
-train.yaml, tune.yaml and probe.yaml beside this file; here is what stands between their braces.
-What time and memory it takes is measured, not chosen: see command.py. No torch here.
+"""Choices of `pretrain recommend`: functions of the data and the machine only, so the same command
+makes the same config.
+
+The lines of a config, each with its reason, are in train.yaml, tune.yaml and probe.yaml next to
+this file. This file fills in their braces. Time and memory are measured by command.py. No torch.
 """
 
 import re
@@ -16,18 +17,17 @@ from pretrain.models.presets import spec_of
 from pretrain.recommend.look import Data, Machine, Pictures
 
 FEW = 20_000
-"""Pictures to train on: below, weights that have seen others are worth more than anything that can
-be chosen here."""
+"""Number of training images below which pretrained weights matter more than any setting."""
 PAPER = "Scaling MLPs"
 EXPECTED = (
-    f"Few pictures are hard for an MLP from scratch. In {PAPER} 50,000 (CIFAR-10) gave 58.1 % in"
-    " 100 epochs, 70.1 % in 1,000\nwith augmentation, and 93.6 % from weights pretrained on"
-    " ImageNet-21k; from those 5,000 (STL-10) gave 88.9 %."
+    f"An MLP from scratch needs many images. In {PAPER}, 50,000 (CIFAR-10) gave 58.1 % in 100"
+    " epochs, 70.1 % in 1,000\nwith augmentation, and 93.6 % from weights pretrained on"
+    " ImageNet-21k. 5,000 (STL-10) gave 88.9 % from such weights."
 )
 WEIGHTS = (
     "RUN is one of your runs, hf-hub:USER/NAME, timm:NAME (for example timm:mixer_b16_224), or a"
-    " folder of finetune import:\ngithub.com/gregorbachmann/scaling_mlps links the public ones:"
-    " finetune import FILE --out runs/public, then --from runs/public"
+    " folder of finetune import.\ngithub.com/gregorbachmann/scaling_mlps links public weights."
+    " Import them: finetune import FILE --out runs/public, then --from runs/public"
 )
 """Sources of pretrained weights."""
 _MODELS = (
@@ -40,25 +40,25 @@ _MODELS = (
 _ON_GPUS = {
     "local_batch": "auto",
     "width_reason": (
-        "grows with the pictures: Wi-256, Wi-512 from 20,000 on, Wi-1024 from 200,000, B-12 from 2"
+        "grows with the images: Wi-256, Wi-512 from 20,000 on, Wi-1024 from 200,000, B-12 from 2"
         " million"
     ),
     "precision": "bf16",
-    "precision_reason": "GPUs are made for it",
+    "precision_reason": "GPUs are built for it",
 }
 _ON_CPUS = {
-    "width_reason": "Wi-256, and Wi-512 from 20,000 pictures on: larger ones take CPUs too long",
+    "width_reason": "Wi-256, or Wi-512 from 20,000 images on: CPUs are too slow for more",
     "precision": "fp32",
-    "precision_reason": "CPUs gain nothing from less",
+    "precision_reason": "CPUs gain nothing from lower precision",
 }
 
 
 def image_size(pictures: Pictures) -> tuple[int, str]:
     """Return the size of stored images, and the reason."""
-    seen = f"yours are {pictures.width} x {pictures.height} in the median"
+    seen = f"the median of your images is {pictures.width} x {pictures.height}"
     if min(pictures.width, pictures.height) < 48:
-        return 32, f"{seen}, so 64 px would only blow them up"
-    return 64, f"what the models of {PAPER} are made for; {seen}"
+        return 32, f"{seen}, so 64 px would only enlarge them"
+    return 64, f"the size of the models of {PAPER}; {seen}"
 
 
 def pretraining(data: Data, machine: Machine, *, name: str) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def pretraining(data: Data, machine: Machine, *, name: str) -> dict[str, Any]:
         preset for least, preset in _MODELS if count >= least and (machine.gpus or least < 200_000)
     ][-1]
     epochs = 100 if machine.gpus else max(10, min(100, 4_000_000 // count))
-    gained = f"1,000 with augmentation gave {PAPER} 12 points more on CIFAR-10"
+    gained = f"1,000 epochs with augmentation gave {PAPER} 12 points more on CIFAR-10"
     found = _common(
         data, name=name, epochs=epochs, warmup=epochs / 50, most=4096 if machine.gpus else 1024
     )
@@ -79,7 +79,7 @@ def pretraining(data: Data, machine: Machine, *, name: str) -> dict[str, Any]:
         "preset": wide,
         "weights_m": cost.num_parameters / 1e6,
         "lr": float(f"{1e-4 * (found['batch'] / 64) ** 0.5:.1g}"),
-        "longer": gained if epochs == 100 else "CPUs are slow, and more is better",
+        "longer": gained if epochs == 100 else "CPUs are slow, and more epochs are better",
     }
 
 
@@ -98,7 +98,7 @@ def tuning(data: Data, *, name: str, pretrained: str, card: ModelCard) -> dict[s
 def _common(data: Data, *, name: str, epochs: int, warmup: float, most: int) -> dict[str, Any]:
     manifest, count, judged = data.manifest, data.num_train, data.judged
     counts = [count for count in manifest.splits[data.train].class_counts if count]
-    least = min(16, 1 << max(0, count.bit_length() - 1))  # never more than the pictures
+    least = min(16, 1 << max(0, count.bit_length() - 1))  # at most the number of images
     batch, every = (
         max(least, min(most, 1 << max(0, (count // 8).bit_length() - 1))),
         _epochs(epochs / 20),
@@ -117,19 +117,19 @@ def _common(data: Data, *, name: str, epochs: int, warmup: float, most: int) -> 
         "size": manifest.image_size,
         "warmup": _epochs(warmup),
         "duration": _epochs(epochs),
-        "batch": batch,  # a power of two, about eight of which make an epoch of few pictures
+        "batch": batch,  # a power of two; about eight batches an epoch for few images
         "steps": -(-count // batch),
         "every": every,
-        "and_best": ", and the best" * (judged == "val"),
+        "and_best": " and the best" * (judged == "val"),
     }
     found |= {"keep_best": False} if judged not in (None, "val") else {}
     found |= {"train_split": data.train} if data.train != "train" else {}
     found |= (
         {"eval_every": every, "judged": judged, "num_judged": data.num_judged} if judged else {}
     )
-    none = "it has no other split: nothing tells how good the model is on new pictures"
+    none = "the dataset has no other split, so accuracy on new images stays unknown"
     found |= (
-        {"eval_split": judged, "eval_reason": "the split that it has" if judged else none}
+        {"eval_split": judged, "eval_reason": "the available split" if judged else none}
         if judged != "val"
         else {}
     )
@@ -137,14 +137,13 @@ def _common(data: Data, *, name: str, epochs: int, warmup: float, most: int) -> 
 
 
 def num_ranks(machine: Machine, *, batch: int) -> int:
-    """A process for each GPU: a power of two, which every batch splits over into at least two
-    images. One for all cores."""
+    """Return the number of processes: one for all cores, or one per GPU (a power of two with at
+    least two images of every batch)."""
     return min(max(1, batch // 2), 1 << max(0, len(machine.gpus).bit_length() - 1))
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
-    """The config: a line whose value is not among `values` is left out, the reasons stand one below
-    the other."""
+    """Return the config without lines whose values are missing, and with aligned reasons."""
     rows = []
     in_words = {name: in_yaml(value) for name, value in values.items()}
     for line in (Path(__file__).parent / f"{template}.yaml").read_text().splitlines():

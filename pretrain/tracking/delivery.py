@@ -1,9 +1,9 @@
-"""Delivers event logs to MLflow, in processes that training never waits for.
+"""Deliver event logs to MLflow, in processes that training never waits for.
 
     RUN/tracking/delivered.json     the position of a run's delivery (`Position`)
     RUN/tracking/delivery.log       faults of the delivery
 
-1. Each trainer starts a deliverer, which lives until the trainer has closed the pipe and the run is
+1. Each trainer starts a deliverer. It lives until the trainer has closed the pipe and the run is
    delivered, or until time is up.
 2. One process at a time holds the lock of the queue (queue.py), imports mlflow and delivers all
    runs in the queue. When it ends, another deliverer takes over. If the queue has runs on disks of
@@ -11,13 +11,13 @@
 3. Events that could not be delivered stay in the event log. The next deliverer of the same database
    sends them, or `pretrain sync RUN`.
 
-The event log is synced before its events are sent. If a power cut then loses delivered bytes (the
-log is shorter, or has other bytes at that position), the log is sent again from its beginning.
+The event log is synced before its events are sent. If a power cut loses delivered bytes, the log is
+shorter or has other bytes at that position. Then the log is sent again from its beginning.
 
 Delivery is idempotent: metrics and images carry the times of the event log. If the database has
-lost the run, the complete log is sent again. Files are owed until they arrive, so they hold up no
-metric. A run whose trainer is gone and whose log has no end is FINISHED if it has a result.json,
-else FAILED.
+lost the run, the complete log is sent again. Files are sent later, so they delay no metric. A run
+whose trainer has ended and whose log has no end is FINISHED if it has a result.json, otherwise
+FAILED.
 """
 
 import hashlib
@@ -63,11 +63,11 @@ hash."""
 
 @dataclass
 class Position:
-    """The position of a run's delivery, as RUN/tracking/delivered.json has it."""
+    """The position of a run's delivery, as stored in RUN/tracking/delivered.json."""
 
     run_id: str | None = None
     offset: int = 0
-    """Number of bytes of the event log that have arrived."""
+    """Number of delivered bytes of the event log."""
     tail_sha256: str = ""
     """Hash of the last of these bytes."""
     owed: list[dict[str, Any]] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Position:
         return Position(**json.loads(path.read_text())) if path.exists() else Position()
 
     def is_complete(self, run_dir: Path) -> bool:
-        """Return True if nothing remains to be delivered, the final status included. An incomplete
+        """Return True if nothing remains to be delivered, including the final status. An incomplete
         last line does not count."""
         with open(run_dir / JOURNAL, "rb") as journal:
             has_news = bool(_complete_lines(journal, self.offset))
@@ -95,7 +95,7 @@ class Position:
 
 
 class Delivery:
-    """Delivers the event log of one run, from where the last delivery stopped."""
+    """Delivery of the event log of one run, from the last delivered position."""
 
     def __init__(self, run_dir: Path, store: "Store"):
         self.run_dir, self.store = run_dir, store
@@ -104,8 +104,8 @@ class Delivery:
         self._is_checked = False
 
     def deliver(self) -> None:
-        """Send all complete lines, the status and the files. Raises the database's errors, having
-        kept the position of all that arrived."""
+        """Send all complete lines, the status and the files. On an error of the database, keep the
+        position of all delivered bytes and raise the error."""
         with open(self.run_dir / JOURNAL, "rb") as journal:
             self._check_position(journal)
             while lines := _complete_lines(journal, self.position.offset):
@@ -139,7 +139,7 @@ class Delivery:
         write_json(Position.path(self.run_dir), asdict(self.position))
 
     def _run_id(self) -> str:
-        """Return the id of the MLflow run, which is found in the database or created."""
+        """Return the id of the MLflow run. A missing run is created."""
         if self.position.run_id is None:
             self.position.run_id = self.store.open_run(self.identity)
             self.position.status = "RUNNING"
@@ -148,7 +148,7 @@ class Delivery:
     def _set_status(self, status: str) -> None:
         run_id = self._run_id()
         if self.position.status != status:
-            self.store.adopt(run_id, self.identity)  # the parent may have arrived meanwhile
+            self.store.adopt(run_id, self.identity)  # the parent may have arrived since
             self.store.set_status(run_id, status)
             self.position.status = status
             self._save()
@@ -168,7 +168,7 @@ class Delivery:
             self.position.has_ended = status != "RUNNING"
         owed = self.position.owed
         owed += [each for each in events if each["event"] in _FILES and each not in owed]
-        owed.sort(key=lambda event: event["event"] == "version")  # no file waits for a registry
+        owed.sort(key=lambda event: event["event"] == "version")  # files do not wait for a registry
 
     def _send_file(self, event: dict[str, Any]) -> None:
         path = Path(event["path"])
@@ -203,15 +203,15 @@ class Deliveries:
         """The last fault of a run, and its time."""
 
     def close(self) -> None:
-        """Give up the turn. Another process may deliver the runs before the next one."""
+        """Give up the turn. Another process may then deliver the runs."""
         self._deliveries.clear()
         if self._turn is not None:
             self._turn.close()
             self._turn = None
 
     def deliver(self) -> None:
-        """Deliver the news of all runs, unless another process has the turn. The log of a run has
-        its faults; a failed run is tried again after a pause."""
+        """Deliver the new events of all runs, unless another process has the turn. Faults go to the
+        run's log; a failed run is tried again after a pause."""
         if self._turn is None:
             with suppress(Busy), ExitStack() as stack:
                 stack.enter_context(sole_writer(self._queue.directory))
@@ -244,7 +244,7 @@ class Deliveries:
             # the event log keeps the events, and a later round tries again
             fault, (last, _) = store.fault_of(error), self._faults.get(key, ("", 0.0))
             self._faults[key] = fault, time.monotonic()
-            if fault != last:  # an outage of a day is one line
+            if fault != last:  # write one line for a long outage
                 with suppress(OSError), open(_log(run_dir), "a") as log:
                     print(f"{time.strftime('%F %T')} {fault}", file=log)
 
@@ -295,13 +295,12 @@ def open_store(uri: str) -> "Store":
 
 
 def sync(run_dir: Path) -> int:
-    """Deliver the events that an earlier delivery could not; returns the number of bytes of the
-    event log that arrived. Raises UserError if another process has the turn and delivers nothing
-    of this run for some minutes."""
+    """Deliver the remaining events; return the number of delivered bytes of the event log. Raise
+    UserError if another process has the turn and delivers nothing of this run for some minutes."""
     identity, before = RunIdentity.read(run_dir), Position.read(run_dir).offset
     queue = Queue(identity.uri, run_dir)
     queue.add(identity.run_key, run_dir)
-    end = (run_dir / JOURNAL).read_bytes().rfind(b"\n") + 1  # a live run writes more
+    end = (run_dir / JOURNAL).read_bytes().rfind(b"\n") + 1  # a running training writes more
     last, last_s = Position.read(run_dir), time.monotonic()
     while True:
         try:
@@ -344,20 +343,21 @@ def _deliver_one(run_dir: Path, identity: RunIdentity) -> None:
     except Exception as error:
         raise UserError(
             identity.uri,
-            f"the tracking database does not take the events ({store.fault_of(error)})",
+            f"the tracking database does not accept the events ({store.fault_of(error)})",
             f"run the same command again later: pretrain sync {run_dir}",
             code="unreachable",
         ) from error
 
 
 def write_sinks(run_dir: Path, *names: str) -> int:
-    """Write the complete event log for other tools; returns the number of its events."""
+    """Write the complete event log for other tools; return the number of its events."""
     with sole_writer(run_dir / "tracking"), closing(Sinks(run_dir, names)) as sinks:
         return sinks.write()
 
 
 def _main() -> int:
-    """Arguments: the run directory, the time limit after the trainer's end, the sinks."""
+    """Run with these arguments: the run directory, the time limit after the trainer's end, the
+    sinks."""
     os.nice(10)  # training comes first
     for number in SIGNALS:  # SLURM signals every process of a step; the pipe ends this process
         signal.signal(number, signal.SIG_IGN)
@@ -366,7 +366,7 @@ def _main() -> int:
     try:
         log = os.open(_log(run_dir), flags, 0o666)
     except OSError:
-        log = os.open(os.devnull, flags)  # the event log meets the same disk, and reports it
+        log = os.open(os.devnull, flags)  # the event log uses the same disk, and reports the fault
     os.dup2(log, 1)
     os.dup2(log, 2)
     console.install()

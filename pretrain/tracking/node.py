@@ -1,9 +1,9 @@
 """Metrics of a node: CPU, memory, disk, network, GPUs, under the names of MLflow's System metrics
 tab.
 
-sampler = NodeSampler(run_dir)
-tracker.sample_system(sampler.sample)       # on the first rank's node: a thread, every 10 s
-report=node_report(world, run_dir)          # on the other nodes: sent with the heartbeats
+    sampler = NodeSampler(run_dir)
+    tracker.sample_system(sampler.sample)       # first rank's node: a thread, every 10 s
+    report=node_report(world, run_dir)          # other nodes: sent with the heartbeats
 
 GPU metrics come from the driver, through NVML, without a CUDA context.
 """
@@ -28,24 +28,24 @@ EVERY_S = 10.0
 
 
 class NodeSampler:
-    """One per node. Network figures are totals since the first sample; the CPU's share is that
-    since the sample before."""
+    """Sampler of one node. Network numbers are totals since the first sample; the CPU fraction is
+    since the previous sample."""
 
     def __init__(self, run_dir: Path):
         self._run_dir, self._gpus = run_dir, open_gpus()
         self._first_traffic = self._traffic = _network()
         self._traffic_s = time.monotonic()
-        psutil.cpu_percent()  # the first call has nothing to compare with
+        psutil.cpu_percent()  # the first call has no earlier sample
 
     def sample(self) -> dict[str, float]:
-        """Without a prefix; what the node does not know is left out."""
+        """Return the metrics without a prefix. Metrics that the node lacks are skipped."""
         memory = psutil.virtual_memory()
         values = {
             "cpu_utilization_percentage": psutil.cpu_percent(),
             "system_memory_usage_megabytes": memory.used / 1e6,
             "system_memory_usage_percentage": memory.percent,
         }
-        with suppress(OSError):  # of the file system that the run directory is on
+        with suppress(OSError):  # from the file system of the run directory
             disk = psutil.disk_usage(str(self._run_dir))
             values["disk_usage_percentage"] = disk.percent
             values["disk_usage_megabytes"] = disk.used / 1e6
@@ -67,10 +67,10 @@ def node_name(world: World) -> str | None:
 
 
 def node_report(world: World, run_dir: Path) -> Callable[[], dict[str, Any]]:
-    """What this rank reports with its beats: now and then the figures of its node, if it is the
-    first rank there.
+    """Return the function that reports the node's metrics with this rank's beats, if it is the
+    first rank of its node.
 
-    They come from a thread of its own: a file system or a driver that hangs must not make a rank
+    The metrics come from a separate thread: a file system or driver that hangs must not make a rank
     look frozen.
     """
     if world.is_one_node or world.is_first or world.local_rank:
@@ -94,7 +94,7 @@ def node_report(world: World, run_dir: Path) -> Callable[[], dict[str, Any]]:
 
 
 def _network() -> tuple[int, int]:
-    """(bytes sent, bytes received) by all interfaces but loopback."""
+    """Return (bytes sent, bytes received) by all interfaces except loopback."""
     counters = psutil.net_io_counters(pernic=True)
     others = [counter for name, counter in counters.items() if name != "lo"]
     return sum(each.bytes_sent for each in others), sum(each.bytes_recv for each in others)
@@ -138,8 +138,8 @@ def describe_hardware() -> str:
 
 
 def gpu_values(gpus: list[Any]) -> dict[str, float]:
-    """Return the metrics of the GPUs; those that the driver does not know are skipped (a MIG
-    instance has no utilization)."""
+    """Return the metrics of the GPUs. Metrics that the driver lacks are skipped (a MIG instance has
+    no utilization)."""
     values = dict[str, float]()
     for number, gpu in enumerate(gpus):
         prefix = f"gpu_{number}_"

@@ -1,8 +1,9 @@
-"""The pictures of a run: what the model is fed, and what its first layer looks at. Drawn from few
-numbers, in milliseconds.
+"""Images of a run: the model's input, and the filters of its first layer. Drawing takes
+milliseconds.
 
-A neuron of the first layer is a filter over the whole image in an MLP (Scaling MLPs shows that
-they become local), and over one patch in a Mixer or a SW-MLP. Other models have no such layer.
+A neuron of the first layer is a filter: in an MLP over the complete image, in a Mixer or SW-MLP
+over one patch. Scaling MLPs shows that an MLP's filters become local. Other models have no such
+layer.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ COLORS: dict[Color, str] = {
     "max": "the maximum over a pixel's colors",
     "furthest": "a pixel's color furthest from 0",
 }
-"""The weight that is drawn for a pixel."""
+"""Rules that choose the drawn weight of a pixel."""
 FIRST_LAYER = "stem.weight"
 PANEL, MARGIN, HEAD = 144, 6, 66
 _RED_TO_BLUE = np.array(
@@ -34,7 +35,7 @@ _RED_TO_BLUE = np.array(
 
 
 def filter_side(spec: AnySpec, *, image_size: int) -> int | None:
-    """Height and width of the first layer's filters in pixels; None where there are none."""
+    """Return the side of the first layer's filters in pixels; None if the model has none."""
     if isinstance(spec, MlpSpec):
         return image_size
     return spec.patch_size if isinstance(spec, MixerSpec | SparseMlpSpec) else None
@@ -67,11 +68,11 @@ def draw_filters(
     panel: int = PANEL,
     color: Color = "furthest",
 ) -> Image.Image:
-    """`columns` x `columns` panels, all in one scale: blue is positive, red negative, white
-    nothing."""
+    """Draw `columns` x `columns` panels in one scale: blue is positive, red negative, white
+    zero."""
     scale = (
         float(np.percentile(np.abs(filters), 99)) or 1.0
-    )  # a single weight would make all others pale
+    )  # a single large weight would make all others pale
     sheet = Image.new("RGB", (columns * panel, HEAD + columns * panel), PAPER)
     large = Letters(18)
     large.draw(
@@ -87,7 +88,7 @@ def draw_filters(
         place = column * panel + MARGIN, HEAD + row * panel + MARGIN
         sheet.paste(
             QUIET, (place[0] - 1, place[1] - 1, place[0] + inside + 1, place[1] + inside + 1)
-        )  # white ones have an edge
+        )  # an edge for white panels
         sheet.paste(
             _coloured(values / scale).resize((inside, inside), Image.Resampling.NEAREST), place
         )
@@ -108,7 +109,7 @@ def fed_sheet(
     title: str,
     facts: str,
 ) -> Image.Image:
-    """Draw the input of the model, without the normalization, with its labels."""
+    """Draw the input of the model, without normalization, with its labels."""
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in normalisation)
     levels = (
         ((prepared.images_BCHW.float() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
@@ -125,7 +126,7 @@ def fed_sheet(
 
 
 def first_of(prepared: Prepared, *, count: int) -> Prepared:
-    """On the CPU, in memory of their own."""
+    """Copy the first inputs to memory of the CPU."""
     held = {name: values for name, values in vars(prepared).items() if values is not None}
     return Prepared(**{name: values[:count].to("cpu", copy=True) for name, values in held.items()})
 

@@ -4,7 +4,7 @@
     RUNS/.mlflow.db.queue/.lock     held by the one process that delivers
 
 A killed process leaves no lock, and its runs stay in the queue for the next process. An MLflow
-server takes many writers, so a run that uses a server has its own queue in RUN/tracking/queue.
+server allows many writers, so each run with a server has its own queue in RUN/tracking/queue.
 """
 
 from contextlib import suppress
@@ -23,7 +23,7 @@ def database_path(uri: str) -> Path | None:
 
 
 class Queue:
-    """The queue of the database `uri`. Whoever holds `sole_writer(queue.directory)` delivers."""
+    """The queue of the database `uri`. The holder of `sole_writer(queue.directory)` delivers."""
 
     def __init__(self, uri: str, run_dir: Path):
         database = database_path(uri)

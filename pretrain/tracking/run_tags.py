@@ -24,7 +24,7 @@ from pretrain.tracking.node import describe_hardware
 LABEL_COLUMN = 2
 """Column of the label in a shard's index."""
 DIGEST_LENGTH = 32
-"""Digits of a content hash in MLflow, which takes at most 36. The parameters have all 64."""
+"""Digits of a content hash in MLflow, whose limit is 36. The parameters have all 64."""
 
 
 def run_tags(*, dataset: str, target: str, model: str) -> dict[str, str]:
@@ -43,7 +43,7 @@ def run_tags(*, dataset: str, target: str, model: str) -> dict[str, str]:
 def with_note(
     tags: dict[str, str], *, title: str, lines: Sequence[str] = (), run_dir: Path
 ) -> dict[str, str]:
-    """The note is Markdown, which the page shows above everything else."""
+    """Add the note, in Markdown, which the page shows above everything else."""
     on_slurm = (
         f"; on SLURM: job {tags['slurm.job_id']} on {tags['slurm.nodes']}"
         if "slurm.job_id" in tags
@@ -68,7 +68,7 @@ def training_tags(
         run_tags(dataset=data.name, target=target, model=settings.model.label),
         title=(
             f"**{settings.model.label}**, {num_weights / 1e6:,.2f} M weights, on **{data.name}**"
-            f" ({data.num_samples:,} pictures in {shards:,} shards, {len(data.classes):,} classes,"
+            f" ({data.num_samples:,} images in {shards:,} shards, {len(data.classes):,} classes,"
             f" {data.image_size} px)"
         ),
         lines=[
@@ -77,14 +77,14 @@ def training_tags(
                 f" {optimizer.lr:g}, {settings.schedule.name}; {engine.precision}, ZeRO"
                 f" {engine.zero_stage}"
             ),
-            "The same command goes on where it stopped.",
+            "The same command resumes the run.",
         ],
         run_dir=Path(settings.run_dir),
-    ) | {"duration": train.duration}  # of which the parameter shows the first
+    ) | {"duration": train.duration}  # the parameter keeps the first duration
 
 
 def slurm_tags() -> dict[str, str]:
-    """The job and the nodes of this start, where there is one."""
+    """Return the job and the nodes of this attempt, if it is a SLURM job."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
     return (
@@ -95,12 +95,11 @@ def slurm_tags() -> dict[str, str]:
 
 
 KNOWN = ("cifar", "stl10", "tinyimagenet", "mnist", "imagenet1k", "imagenet21k")
-"""Sources that are one dataset, whatever somebody names it."""
+"""Sources that are one dataset under any name."""
 
 
 def target_of(manifest: Manifest) -> str:
-    """cifar10, stl10, imagenet1k: the name that everybody knows; of a dataset of one's own its
-    name."""
+    """Return the dataset's common name (cifar10, stl10, imagenet1k), or its own name."""
     kind = manifest.source.get("kind")
     if kind not in KNOWN:
         return manifest.name
@@ -108,8 +107,8 @@ def target_of(manifest: Manifest) -> str:
 
 
 def datasets_of(data: TrainingData) -> tuple[dict[str, str], ...]:
-    """One for each part that is trained on (a stream has no place of its own), and one for what is
-    evaluated on."""
+    """Return one entry for each training part (a stream has none), and one for the evaluation
+    part."""
     used = [(part, "training") for part in data.parts if not data.settings.stream]
     evaluated = data.eval_part()
     return tuple(
@@ -138,7 +137,7 @@ def dataset_of(part: Part, context: str) -> dict[str, str]:
 
 
 def summary(part: Part) -> dict[str, Any]:
-    """Return facts of the split, or of its fold if only that is trained on."""
+    """Return facts of the split, or of its fold if only one fold is trained on."""
     manifest, split = part.manifest, part.content
     counts = list(split.class_counts)
     if part.chosen is not None:
@@ -170,7 +169,7 @@ _OPTIONS = re.compile(r"^([\w.]*storage[\w.]*|(?:data|checkpoint)(?==.*storage))
 
 
 def shown_command(words: list[str]) -> str:
-    """The command line as one would type it, without storage options and without the commands of a
+    """Return the command line as typed, without storage options and without the commands of a
     stream."""
     program = Path(words[0])
     name = program.parent.name if program.name == "__main__.py" else program.name
@@ -185,8 +184,7 @@ def shown_command(words: list[str]) -> str:
 
 
 def _given(word: str) -> str:
-    """A job reads the copy of a config that cluster/snapshot has kept: the file that it is a copy
-    of."""
+    """Return the original path of a config, because a job reads the copy in cluster/snapshot."""
     copy = re.fullmatch(r"([^=]*)/jobs/snapshots/[^/]+(/given)?/(.+)", word)
     if copy is None:
         return word
@@ -196,8 +194,8 @@ def _given(word: str) -> str:
 
 @cache
 def git_commit() -> str:
-    """The commit of the code that runs, with a mark where it was changed since. A job's code is a
-    snapshot that says it."""
+    """Return the commit of the running code, with a mark if it was changed. A job's snapshot
+    records its commit."""
     here = Path(__file__).parents[1]
     said = here.parent / "COMMIT"
     try:
@@ -205,7 +203,7 @@ def git_commit() -> str:
             return said.read_text().strip() or "unknown"
         if not (
             here.parent / "pyproject.toml"
-        ).exists():  # a repository around the environment is none of ours
+        ).exists():  # a repository around the environment is not ours
             return f"wide_mlps-{version('wide-mlps')}"
         return subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],

@@ -1,6 +1,6 @@
-"""`pretrain ui FOLDER`: MLflow's page of the runs in a folder.
+"""`pretrain ui FOLDER`: serve MLflow's page of the runs in a folder.
 
-1. Start `mlflow server` on the database and wait until it answers. It prints into `mlflow.db.log`.
+1. Start `mlflow server` on the database and wait until it is ready. It prints into `mlflow.db.log`.
 2. Deliver the event logs of all runs in the queue, unless a run's own deliverer does that.
 3. A signal ends the server.
 """
@@ -23,23 +23,23 @@ from pretrain.tracking.queue import SQLITE, Queue
 from pretrain.tracking.store import Store, files_of, open_database, runs_page
 
 READY_S = 180.0
-"""Limit for the start of a server, which takes half a minute on a quiet node."""
+"""Limit in seconds for the server's start, which takes half a minute on an idle node."""
 ENDING_S = 15.0
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
 
 class _Stopped(BaseException):
-    """A signal has come. No `except Exception` catches it."""
+    """A signal has arrived. No `except Exception` catches it."""
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:
-    for number in STOPS:  # a job that is canceled gets several
+    for number in STOPS:  # a canceled job gets several signals
         signal.signal(number, signal.SIG_IGN)
     raise _Stopped
 
 
 def serve(folder: Path, *, host: str, port: int) -> None:
-    """Serve until a signal; raises UserError if the server ends by itself."""
+    """Serve until a signal. Raise UserError if the server ends by itself."""
     database = (folder / "mlflow.db").absolute()
     log, address = database.with_name("mlflow.db.log"), f"http://{host}:{port}"
     queue = Queue(f"{SQLITE}{database}", folder)
@@ -92,7 +92,7 @@ def _start(database: Path, *, log: Path, host: str, port: int) -> subprocess.Pop
         "--artifacts-destination": files_of(database).as_uri(),
         "--host": host,
         "--port": str(port),
-        "--workers": "1",  # more would be as many writers
+        "--workers": "1",  # more workers would be more writers
         "--allowed-hosts": ",".join(f"{name}:{port}" for name in (host, "localhost", "127.0.0.1")),
     }
     words = [word for pair in options.items() for word in pair]

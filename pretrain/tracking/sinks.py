@@ -1,7 +1,7 @@
 """The event log of a run for other tools, in RUN/tracking/TOOL/: TensorBoard and Weights & Biases
 (offline).
 
-Opening a sink writes its files again from the beginning of the log, so a kill doubles nothing. Both
+Opening a sink rewrites its files from the beginning of the log, so a kill duplicates nothing. Both
 get metrics; TensorBoard also gets images, Weights & Biases parameters.
 """
 
@@ -31,7 +31,7 @@ class Sinks:
         self._sinks = [open_sink(name, run_dir) for name in names]
 
     def write(self) -> int:
-        """Write the new events of the log; returns their number."""
+        """Write the new events of the log; return their number."""
         if not self._sinks or not self._journal.exists():
             return 0
         with open(self._journal, "rb") as file:
@@ -85,8 +85,8 @@ class TensorBoard:
 
 
 class Wandb:
-    """An offline run: `wandb sync RUN/tracking/wandb/wandb/offline-run-*` sends it, again under the
-    same id."""
+    """An offline run. `wandb sync RUN/tracking/wandb/wandb/offline-run-*` sends it, each time under
+    the same id."""
 
     def __init__(self, folder: Path, identity: RunIdentity | None):
         assert identity is not None
@@ -105,7 +105,7 @@ class Wandb:
         )
         self._run.define_metric(
             "*", step_metric="step"
-        )  # its own counter refuses to go back, as a node's figures may
+        )  # wandb's own step may not decrease, as a node's step numbers may
         self._code = 0
 
     def write(self, event: dict[str, Any]) -> None:

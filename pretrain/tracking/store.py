@@ -1,14 +1,16 @@
-"""The tracking database of MLflow: the only file that imports mlflow. Every write can be repeated:
-what is sent twice is stored once.
+"""The tracking database of MLflow. Only this file imports mlflow. Every write can be repeated
+without duplicates.
 
 A run is found by its key (`RunIdentity.run_key`), a model version by the hash of its weights. Every
 method raises the errors of MLflow; `Store.fault_of` describes them in one line.
 
 If no server is named, the database is an SQLite file next to the runs. One process at a time writes
-to it (queue.py). The file appears complete: it is made in a temporary directory of this node, since
-hundreds of small writes take long on a shared file system. MLflow migrates a database piece by
-piece, outside a transaction, so an older file is never migrated silently. The error names the
-remedy: the event logs of the runs contain everything, so a new file can be filled from them.
+to it (queue.py). The file appears complete. It is made in a temporary directory of this node,
+because hundreds of small writes take long on a shared file system.
+
+MLflow migrates a database piece by piece, outside a transaction, so an older file is never migrated
+silently. The error names the remedy: the event logs of the runs contain everything, and can fill a
+new file.
 """
 
 import json
@@ -43,9 +45,9 @@ _MAY_PASS = (
     "REQUEST_LIMIT_EXCEEDED",
     "PERMISSION_DENIED",
 )
-"""Errors of a server that is out of order or not reached: the event is sent again later."""
+"""Errors of a server that fails or cannot be reached: the event is sent again later."""
 for _name in ("mlflow", "alembic"):
-    logging.getLogger(_name).setLevel(logging.CRITICAL)  # an error is raised as well
+    logging.getLogger(_name).setLevel(logging.CRITICAL)  # errors are raised as well
 _LONGEST_FAULT = 300
 _SIGNS_OF_DAMAGE = ("malformed", "not a database", "no such table", "no such column")
 _ACCURACIES = ("eval/top1", "eval/class_top1", "probe/test_top1", "probe/test_class_mean")
@@ -72,7 +74,7 @@ class Store:
         return MlflowClient(tracking_uri=self._uri)
 
     def has_run(self, run_id: str) -> bool:
-        """Return False if the database was lost and made again."""
+        """Return False if the database was lost and created again."""
         try:
             self._client.get_run(run_id)
         except MlflowException as error:
@@ -82,8 +84,7 @@ class Store:
         return True
 
     def fault_of(self, error: Exception) -> str:
-        """Return one line about an error that a method has raised, with the remedy if it is
-        known."""
+        """Describe an error of a method in one line, with the remedy if it is known."""
         if isinstance(error, UserError):
             return str(error)
         is_damaged = any(sign in str(error) for sign in _SIGNS_OF_DAMAGE)
@@ -94,7 +95,7 @@ class Store:
         return fault
 
     def open_run(self, identity: RunIdentity) -> str:
-        """Return the id of the run with this key, which is found or created."""
+        """Return the id of the run with this key. A missing run is created."""
         client = self._client
         experiment = client.get_experiment_by_name(identity.experiment)
         if experiment is None:
@@ -120,7 +121,7 @@ class Store:
         return run_id
 
     def adopt(self, run_id: str, identity: RunIdentity) -> None:
-        """Put a run under its parent, if the parent is in the experiment: it may arrive later than
+        """Put a run under its parent, if the parent is in the experiment. A parent may arrive after
         its child."""
         if identity.parent_key:
             experiment_id = self._client.get_run(run_id).info.experiment_id
@@ -145,7 +146,8 @@ class Store:
             self._client.log_batch(run_id, metrics=metrics[start : start + _METRICS_AT_ONCE])
 
     def log_params(self, run_id: str, values: dict[str, Any], tags: dict[str, str]) -> None:
-        """Log parameters that the run does not have yet: MLflow sets a parameter once."""
+        """Log parameters that the run does not have yet, because MLflow sets a parameter only
+        once."""
         known = self._client.get_run(run_id).data.params
         params = [
             Param(name, str(value)[:6000]) for name, value in values.items() if name not in known
@@ -171,13 +173,13 @@ class Store:
         self._client.log_artifact(run_id, str(path), folder or None)
 
     def register(self, run_id: str, event: dict[str, Any]) -> None:
-        """Make the weights of a `version` event a version of the registered model, unless they are
-        one, and give the version the tags of the event.
+        """Register the weights of a `version` event as a version of the model, unless they are one,
+        and set the version's tags.
 
-        Its source is the checkpoint metadata among the files of the run that made the weights (of
-        `run_id`, if that run is not in this database): a server takes no path of another machine.
-        The tag `checkpoint` names the directory of the weights. The event is skipped if the
-        database can never take it, for example because it has no registry.
+        The version's source is the checkpoint metadata among the files of the run that made the
+        weights, or of `run_id` if that run is not in this database. A server accepts no path of
+        another machine. The tag `checkpoint` names the directory of the weights. The event
+        is skipped if the database can never accept it, for example without a registry.
         """
         client, name = self._client, event["model"]
         try:
@@ -192,7 +194,7 @@ class Store:
             if error.error_code in _MAY_PASS:
                 raise
             print(
-                f"model {name!r}: the registry does not take it ({error}), so it is skipped",
+                f"model {name!r}: the registry does not accept it ({error}), so it is skipped",
                 file=sys.stderr,
                 flush=True,
             )
@@ -222,8 +224,7 @@ class Store:
         return str(min(versions)) if versions else None
 
     def _runs(self, tag: str, key: str, *experiment_ids: str) -> list[str]:
-        """Return the ids of the runs with this key in the tag; in all experiments, if none is
-        given."""
+        """Return the ids of the runs with this key in the tag, by default in all experiments."""
         ids = list(experiment_ids) or [
             each.experiment_id for each in self._client.search_experiments()
         ]
@@ -237,7 +238,7 @@ def files_of(database: Path) -> Path:
 
 
 def open_database(path: Path) -> None:
-    """Make the database if it does not exist, and check that the installed MLflow can use it."""
+    """Create the database if it does not exist, and check that the installed MLflow can use it."""
     if not path.exists():
         make_directory(files_of(path))
         with tempfile.TemporaryDirectory() as folder:
@@ -245,7 +246,7 @@ def open_database(path: Path) -> None:
             make_database(made, files=files_of(path))
             with open(made, "rb") as source, atomic_file(path) as copy:
                 shutil.copyfileobj(source, copy)
-    uri = f"file:{quote(str(path))}?mode=rw"  # makes no file
+    uri = f"file:{quote(str(path))}?mode=rw"  # creates no file
     try:
         with closing(sqlite3.connect(uri, uri=True, timeout=20)) as connection:
             revisions = [
@@ -289,8 +290,8 @@ def schema_revision() -> str | None:
 
 
 def runs_page(address: str) -> str:
-    """Return the page of the newest run's experiment, with columns of accuracies; the page of all
-    experiments if there is no run.
+    """Return the page of the newest run's experiment, with columns of accuracies. Without a run,
+    return the page of all experiments.
 
     The columns are a shared view, which MLflow keeps in a tag of the experiment.
     """
@@ -307,6 +308,6 @@ def runs_page(address: str) -> str:
 
 
 def _described(tags: Mapping[str, str]) -> str:
-    """Return Markdown that names the weights of a version and its results."""
+    """Return Markdown with the weights of a version and its results."""
     results = "".join(f"| {tag} | {value} |\n" for tag, value in sorted(tags.items()) if "/" in tag)
     return f"{tags.get('model', '')}: `{tags['checkpoint']}`\n\n| result | |\n|---|---|\n{results}"

@@ -1,5 +1,5 @@
-"""The trainer's side of tracking: events go into the run's event log, and no call waits for a disk
-or a network.
+"""Tracking in the trainer: events go into the run's event log, and no call waits for a disk or a
+network.
 
     RUN/tracking/identity.json      identity of the run in every tracking database
     RUN/tracking/journal.jsonl      the event log, one event a line
@@ -9,12 +9,13 @@ or a network.
 
 1. A deliverer (delivery.py) runs until the trainer closes the pipe and all events have arrived. If
    it dies, it is started again after a minute.
-2. Lines are written in the order in which the calls came, from all threads. If the disk takes no
-   lines (full, read-only, gone), they wait in memory. A write that stopped within a line continues
-   at that byte, so only the last line can be incomplete.
-3. Each start continues in a copy of the file without the incomplete last line of a killed start.
+2. Lines are written in the order of the calls from all threads. If the disk accepts no lines (full,
+   read-only, lost), they wait in memory. A write that stopped within a line continues at that byte,
+   so only the last line can be incomplete.
+3. Each attempt continues in a copy of the file without the incomplete last line of a killed
+   attempt.
 
-The events: start (params, tags, datasets), params (and tags), metrics, artifact, image, version,
+Events are start (params, tags, datasets), params (and tags), metrics, artifact, image, version, and
 end. Each has its time, so a repeated delivery changes nothing.
 """
 
@@ -54,11 +55,11 @@ JOURNAL = Path("tracking") / "journal.jsonl"
 RESTART_S = 60.0
 """Pause before a deliverer that has died is started again."""
 STUCK_S = 10.0
-"""How much longer than its own time limit a deliverer may take before it is ended."""
+"""Seconds that a deliverer may exceed its own time limit before it is ended."""
 DRAWING_S = 10.0
-"""Limit for the last images, and for the last lines, at the end of a run."""
+"""Limit in seconds for the last images and the last lines at the end of a run."""
 SYNC_S = 10.0
-"""Limit for a checkpoint's wait for lines that the disk does not take."""
+"""Limit in seconds for a checkpoint's wait for lines that the disk does not accept."""
 JOURNAL_RETRY_S = 1.0
 """Pause after a failed write."""
 
@@ -81,9 +82,9 @@ class RunIdentity(Settings):
         parent_key: str | None = None,
         parent_dir: Path | None = None,
     ) -> "RunIdentity":
-        """Return the identity of a run, which is made if the run has none. The parent is the run in
-        `parent_dir`, else the run with `parent_key`. By default a child uses its parent's
-        database."""
+        """Return the identity of a run, and create a missing one. The parent is the run in
+        `parent_dir`, otherwise the run with `parent_key`. A child uses its parent's database by
+        default."""
         known = RunIdentity.known(run_dir)
         if known is not None:
             return known
@@ -118,8 +119,8 @@ class RunIdentity(Settings):
 
 
 class Tracker:
-    """The tracking of a run; without a run directory (other ranks) every call does nothing. Any
-    thread may call. Without `settings.enabled` there is only the event log."""
+    """The tracking of a run, for all threads. Without a run directory (other ranks) every call does
+    nothing. If `settings.enabled` is false, there is only the event log."""
 
     def __init__(
         self,
@@ -148,14 +149,15 @@ class Tracker:
         self._append({"event": "params", "params": values, "tags": dict(tags or {})})
 
     def metrics(self, values: dict[str, float], *, step: int) -> None:
-        """Log metrics, except those that the log has for this step: a resumed run repeats steps."""
+        """Log metrics, except those that the log has for this step, because a resumed run repeats
+        steps."""
         with self._lock:
             fresh = {name: value for name, value in values.items() if self._is_new(name, step)}
             if fresh:
                 self._append({"event": "metrics", "step": step, "values": fresh})
 
     def system(self, values: dict[str, float], *, node: str | None = None) -> None:
-        """Log the metrics of a node under MLflow's names; their step is their number."""
+        """Log the metrics of a node under MLflow's names. The step is their number."""
         prefix = f"system/{node}/" if node else "system/"
         named = {prefix + name: value for name, value in values.items()}
         with self._lock:
@@ -206,7 +208,7 @@ class Tracker:
         parent_key: str,
         tags: dict[str, str],
     ) -> None:
-        """Make a checkpoint, with its results as tags, a version of the registered model."""
+        """Register a checkpoint as a version of the model, with its results as tags."""
         event: dict[str, Any] = {"event": "version", "model": model}
         event["weights_sha256"] = weights_sha256
         place = {
@@ -216,14 +218,14 @@ class Tracker:
         self._append(event | place | {"parent_key": parent_key, "tags": tags})
 
     def sync(self) -> None:
-        """Bring the event log to disk, before a checkpoint is published: a resume logs only the
+        """Write the event log to disk before a checkpoint is published: a resume logs only the
         steps after that checkpoint."""
         journal = self._journal
         if journal is not None:
             journal.sync(timeout_s=SYNC_S)
 
     def close(self, status: Status) -> None:
-        """Log how the run ended, and give delivery some time to finish."""
+        """Log the end of the run, and give delivery some time to finish."""
         self._closing.set()
         for thread in self._threads:
             thread.join(DRAWING_S)
@@ -264,8 +266,8 @@ class Tracker:
 
 
 class _Deliverer(threading.Thread):
-    """The process that delivers, and the thread that starts it again if it dies: training does not
-    wait for the disk that a program is read from."""
+    """The process that delivers, and the thread that restarts it after a crash. Training does not
+    wait for the disk that stores the program."""
 
     def __init__(self, run_dir: Path, close_timeout_s: float, sinks: Sequence[str]):
         super().__init__(name="tracking", daemon=True)
@@ -278,7 +280,7 @@ class _Deliverer(threading.Thread):
         self.start()
 
     def close(self) -> str:
-        """Tell the deliverer that the trainer has ended, and wait for it. Returns how the process
+        """Tell the deliverer that the trainer has ended, and wait for it. Return how the process
         ended; an empty text if everything has arrived."""
         self._closing.set()
         os.close(self._write_end)
@@ -287,7 +289,7 @@ class _Deliverer(threading.Thread):
         if process is not None and self.is_alive():
             process.kill()  # it is stuck in the client of the database
             self.join(STUCK_S)
-            return "no answer of the database"
+            return "no reply of the database"
         os.close(self._read_end)
         if process is None:
             return "no start"
@@ -300,7 +302,7 @@ class _Deliverer(threading.Thread):
         environment = {name: text for name, text in os.environ.items() if name not in without}
         has_warned = False
         while True:
-            with suppress(OSError):  # a machine that can start nothing now may do so in a minute
+            with suppress(OSError):  # a machine that cannot start a process may do so in a minute
                 self.process = subprocess.Popen(
                     [sys.executable, "-m", "pretrain.tracking.delivery", *self._words],
                     stdin=self._read_end,
@@ -352,14 +354,14 @@ class Journal:
             self._changed.notify_all()
 
     def sync(self, *, timeout_s: float) -> None:
-        """Bring all lines to disk, unless the disk refuses them or needs longer."""
+        """Write all lines to disk, unless the disk refuses them or needs longer."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting, timeout_s)
         with suppress(OSError):
             os.fsync(self._descriptor)
 
     def close(self, *, timeout_s: float) -> bool:
-        """Return True if all lines are in the file."""
+        """Close the log. Return True if all lines are in the file."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -377,7 +379,7 @@ class Journal:
                     break
                 lines = bytes(self._waiting)
             try:
-                num_written = os.write(self._descriptor, lines)  # perhaps a part: the rest is next
+                num_written = os.write(self._descriptor, lines)  # may be a part: the rest is next
             except OSError as error:
                 if not has_warned:
                     has_warned = True
@@ -396,7 +398,7 @@ class Journal:
 
 
 def readable_events(lines: list[bytes]) -> list[dict[str, Any]]:
-    """Return the events of the lines. A line that a crash of the machine has damaged is skipped."""
+    """Return the events of the lines. A line that a machine crash has damaged is skipped."""
     events = []
     for line in lines:
         try:
@@ -407,5 +409,5 @@ def readable_events(lines: list[bytes]) -> list[dict[str, Any]]:
 
 
 def image_name(key: str) -> str:
-    """Return the name of an image among the last steps, which metrics also have."""
+    """Return the name of an image among the last steps, which also has metrics."""
     return f"image:{key}"

@@ -98,7 +98,7 @@ def test_a_killed_plan_does_what_is_missing_and_new_weights_are_not_finished(
         assert states(plan)[name] == ["other settings", "finished"]
     with pytest.raises(
         SettingsError,
-        match="runs/tuned/seed-0 is at step 9 now, but runs/views-seed-0 began with its step 2",
+        match="runs/tuned/seed-0 is at step 9 now, but runs/views-seed-0 began from step 2",
     ):
         load_checked("stages.yaml")
     for place in (later, weights):

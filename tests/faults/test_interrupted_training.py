@@ -109,7 +109,7 @@ def test_killed_at_any_moment_it_ends_at_the_same_bits(
     newest.write_bytes(newest.read_bytes()[:-1] + bytes([newest.read_bytes()[-1] ^ 1]))
     output = finish(start(config, run_dir, *words, journal_only=True))
     assert "is damaged (model.safetensors has changed); trying" in output
-    assert "going on from step-" in output and "OMP_NUM_THREADS" not in output
+    assert "resuming from step-" in output and "OMP_NUM_THREADS" not in output
     assert_same_bits(run_dir, undisturbed)
     last = {"fp32": NUM_STEPS, "bf16": 24}[precision]
     assert json.loads((run_dir / "result.json").read_text())["step"] == last
@@ -152,7 +152,7 @@ def test_a_start_that_froze_is_taken_over_and_changes_nothing_when_it_wakes_up(
     finally:
         frozen.send_signal(signal.SIGCONT)
     said, _ = frozen.communicate()
-    assert frozen.returncode == 1 and "a newer start has taken over" in said, said
+    assert frozen.returncode == 1 and "a newer attempt has taken over" in said, said
     assert contents(run_dir) == before
     assert_same_bits(run_dir, undisturbed)
     assert logged_losses(run_dir) == logged_losses(undisturbed)
@@ -204,7 +204,7 @@ def test_permutations_and_dropout_go_on_as_they_were(config: Path, tmp_path: Pat
     assert load_file(early / "model.safetensors")[permutation].dtype == torch.int32
     card = Checkpoint.open(early).card
     assert (card.pixel_permutation, card.permute) == (3, "before")
-    assert "going on from step-00000004" in finish(start(config, run_dir, *words))
+    assert "resuming from step-00000004" in finish(start(config, run_dir, *words))
     assert_same_bits(run_dir, whole)
 
 
@@ -266,7 +266,7 @@ def test_a_rank_that_is_killed_while_the_journal_closes_is_named(
 ) -> None:
     """The first rank behind its result.json, which takes three moments, or the other one as soon as
     it has nothing left to do."""
-    strike = Strike(tmp_path / "run", (4, 1)[victim], stage="closing its journal")
+    strike = Strike(tmp_path / "run", (4, 1)[victim], stage="closing its event log")
     process = start(config, tmp_path / "run", "train.duration=4 steps", strikes={victim: strike})
     output, _ = process.communicate()
     assert [rank.exitcode for rank in process.ranks] == [
@@ -301,7 +301,7 @@ def test_a_stop_before_anything_has_begun(config: Path, tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     output = finish(process)
     assert (
-        "stopped before its first checkpoint; the same command begins anew" in output
+        "stopped before its first checkpoint. The same command begins again" in output
         and "Traceback" not in output
     )
     assert list_checkpoints(tmp_path / "run") == []

@@ -102,7 +102,7 @@ def test_two_ranks_tune_as_one_and_resumed_is_uninterrupted(
     (alone / "result.json").unlink()  # as if killed after the checkpoint before the last
     for file in list_checkpoints(alone)[-1].iterdir():
         file.unlink()
-    assert "going on from step-00000018" in finish(start_tuning(config, alone, *words))
+    assert "resuming from step-00000018" in finish(start_tuning(config, alone, *words))
     resumed = final_state(alone)
     assert one.keys() == two.keys() == resumed.keys() and one["head.weight"].shape == (5, 32)
     for name, tensor in one.items():

@@ -141,7 +141,7 @@ def test_pictures_become_a_dataset_and_a_config_that_stays_as_it_is_edited(
     before = config.read_bytes()
     assert main(words) == 0  # typed twice
     assert (
-        "runs/my-photos.yaml: kept as it is\nnext: pretrain train runs/my-photos.yaml\n"
+        "runs/my-photos.yaml: unchanged\nnext: pretrain train runs/my-photos.yaml\n"
         in capfd.readouterr().out
     )
     config.write_text(config.read_text().replace("100 epochs", "7 epochs"))

@@ -75,7 +75,7 @@ def test_a_bad_node_is_avoided_and_a_frozen_rank_is_found(
         r"rank 3 \(node n3, pid \d+\) sent nothing for 10 s .*; stacks of all ranks:"
         r" runs/hurt/run/stacks"
     )
-    assert re.search(verdict, log) and "going on from step-" in log, log
+    assert re.search(verdict, log) and "resuming from step-" in log, log
     for rank in range(3):
         text = (run_dir / "stacks" / f"rank-{rank:04}.txt").read_text()
         assert f"rank {rank} (node n" in text and "pretrain/loop/trainer.py" in text, text

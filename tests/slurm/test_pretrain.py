@@ -41,5 +41,5 @@ def test_the_life_of_a_job(slurm: Cluster, config: Path, undisturbed: Path) -> N
     assert_same_end(run_dir, undisturbed)
     assert tracked(slurm, run_dir) == ["FINISHED"]
     log = slurm.log(job)
-    assert log.count("going on from step-") == 3, log
+    assert log.count("resuming from step-") == 3, log
     assert "its ranks received a signal, srun ended with 130" in log, log

@@ -1,2 +1,1 @@
-"""Layers that more than one family of models is made of, and the buffers that they keep beside
-their weights."""
+"""Layers of more than one family of models, and the buffers of these layers."""

@@ -1,5 +1,5 @@
-"""Batch norm in the precision of its running statistics. DeepSpeed converts weights to bf16, not
-buffers, and torch rejects the mixture."""
+"""Batch norm in the precision of its running statistics. DeepSpeed converts weights to bf16, but
+not buffers, and torch rejects this mixture."""
 
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm

@@ -33,7 +33,7 @@ def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
 def average_over_ranks(model: nn.Module) -> None:
     """Set the running averages of all ranks to their mean, before they are used or saved.
 
-    Running averages are linear in the samples, so the number of calls makes no difference.
+    Running averages are linear in the samples, so the number of calls does not matter.
     """
     for value in _buffers_of(model).values():
         if value.is_floating_point():

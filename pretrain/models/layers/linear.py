@@ -1,13 +1,14 @@
-"""nn.Linear whose products have aligned sizes during training. In evaluation (export, counting) it
-is nn.Linear.
+"""nn.Linear with products of aligned sizes during training. In evaluation (export, counting) it is
+nn.Linear.
 
-Products of unaligned sizes are slower: on an AVX2 CPU in fp32, 588 -> 2,687 has 0.64 of the speed
-of the next multiples of 8. So the computation pads weights, biases and inputs with zeros to a
-multiple of 8. Parameters and the state dict stay the same, and results differ by rounding only. A
-hidden layer passes its zeros on (`hands_zeros_on`): act(0) = 0 for every activation of a spec, and
-the next weight has zero columns for them.
+Products of unaligned sizes are slower. On an AVX2 CPU in fp32, 588 -> 2,687 has 0.64 of the
+throughput of the next multiples of 8. The computation therefore pads weights, biases and inputs
+with zeros to a multiple of 8. Parameters and the state dict stay the same, and results differ by
+rounding only.
 
-The backward pass pads the weights again, so that no padded copy is kept.
+A hidden layer passes its zeros on (`hands_zeros_on`). act(0) = 0 for every activation of a spec,
+and the next weight has zero columns for them. The backward pass pads the weights again and keeps no
+padded copy.
 """
 
 from typing import Any
@@ -48,7 +49,7 @@ class Linear(nn.Linear):
 
 
 class _Padded(torch.autograd.Function):
-    """linear() with zeros up to `inputs` and `outputs`, and its first `num_returned` outputs."""
+    """Compute linear() with zeros up to `inputs` and `outputs`; return `num_returned` outputs."""
 
     @staticmethod
     def forward(
@@ -79,7 +80,7 @@ class _Padded(torch.autograd.Function):
             of_x = (gradient @ filled)[..., : ctx.size].to(x.dtype)
         flat = gradient.flatten(0, -2)
         if ctx.needs_input_grad[1]:
-            # autocast multiplies in another precision than that of x
+            # autocast multiplies in another precision than x has
             of_weight = (flat.T @ x.flatten(0, -2).to(flat.dtype))[:rows, :columns].to(weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             of_bias = flat.sum(0)[:rows].to(weight.dtype)
@@ -87,7 +88,7 @@ class _Padded(torch.autograd.Function):
 
 
 def _widened(x: Tensor, size: int) -> Tensor:
-    """Append zeros to each row. `pad` would write everything twice."""
+    """Append zeros to each row. `pad` would write all entries twice."""
     missing = size - x.shape[-1]
     return torch.cat([x, x.new_zeros(*x.shape[:-1], missing)], dim=-1) if missing else x
 

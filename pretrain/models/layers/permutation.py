@@ -1,18 +1,19 @@
 """Fixed permutations as index vectors, and the PK layer of the Mixer paper.
 
-The index is a buffer, so it is saved with the weights and is the same on every rank. Its inverse
-makes the backward pass a gather. A state dict with an index that is not a permutation is rejected.
+The index is a buffer: it is saved with the weights and is the same on every rank. Its inverse makes
+the backward pass a gather. A state dict with an index that is not a permutation is rejected.
 
-The PK layer is act[J2 (I (x) W) J1 x]: J1 and J2 permute all m = S C entries, and I (x) W applies
-one small matrix to each of the equal parts of the vector. x has the entries of X (S tokens, C
-channels) token by token; the paper's vec goes channel by channel, which swaps the first two cases:
+The PK layer is act[J2 (I (x) W) J1 x]. J1 and J2 permute all m = S C entries. I (x) W applies one
+small matrix to each of the equal parts of the vector. x has the entries of X (S tokens, C channels)
+token by token. The paper's vec goes channel by channel, which swaps the first two cases:
 
 - J1 = J2 = identity: W acts on the channels of each token;
 - J1 = the commutation (vec X -> vec X'), J2 = its inverse: W acts on the tokens of each channel;
 - J1, J2 random: the RP mixing.
 
-The paper writes this for one layer. A mixing of an MLP-Mixer has two, W2 act(W1 x): J1 comes before
-W1 and J2 after W2. If a first block makes S tokens of S0, J1 has S0 C entries and J2 has S C.
+The paper writes this for one layer. A mixing of an MLP-Mixer has two layers, W2 act(W1 x). J1 comes
+before W1 and J2 after W2. If a first block makes S tokens of S0, J1 has S0 C entries and J2 has S
+C.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 
 class Permutation(nn.Module):
-    """y_i = x_index(i) on the last axis of (B, m)."""
+    """Permutation y_i = x_index(i) on the last axis of (B, m)."""
 
     index: Tensor
     inverse: Tensor
@@ -41,8 +42,8 @@ class Permutation(nn.Module):
         return _Gather.apply(x_BM, self.index, self.inverse)  # type: ignore[no-untyped-call]
 
     def invert(self) -> None:
-        """Derive the inverse."""
-        self.index = self.index.to(torch.int32)  # `assign=True` may change the integers' type
+        """Compute the inverse."""
+        self.index = self.index.to(torch.int32)  # `assign=True` may change the integer type
         self.inverse = inverse_of(self.index)
 
 
@@ -51,7 +52,7 @@ def _reject_wrong_index(
 ) -> None:
     index = state_dict.get(f"{prefix}index")
     if index is not None and index.shape == permutation.index.shape and not is_permutation(index):
-        problem = f"{prefix}index is not a permutation of its places; take another copy of the file"
+        problem = f"{prefix}index is not a permutation of its entries; use another copy of the file"
         more[-1].append(problem)
         state_dict[f"{prefix}index"] = permutation.index
 
@@ -82,8 +83,8 @@ def _(x_BM: Tensor, index: Tensor) -> Tensor:
 
 
 def _take(x_BM: Tensor, index: Tensor) -> Tensor:
-    """Gather columns. On a CPU Inductor must not see the gather, because the fused loops would be
-    scalar (a step takes 1.7 times as long)."""
+    """Gather columns. Inductor must not see the gather on a CPU: the fused loops would be scalar (a
+    step takes 1.7 times as long)."""
     if x_BM.device.type == "cpu" and torch.compiler.is_dynamo_compiling():
         return take_columns(x_BM, index)
     return x_BM.index_select(1, index)
@@ -105,16 +106,16 @@ def is_permutation(index: Tensor) -> bool:
 
 
 def random_permutation(size: int, *, generator: torch.Generator | None = None) -> Permutation:
-    """Draw on the CPU, so that the permutation does not depend on the model's device."""
+    """Draw on the CPU: the permutation does not depend on the model's device."""
     drawn = torch.randperm(size, generator=generator, device="cpu")
     return Permutation(drawn.to(torch.get_default_device()))
 
 
 def generator_beside_weights() -> torch.Generator:
-    """Return a generator seeded by torch's, whose state does not change.
+    """Return a generator seeded by torch's generator, whose state does not change.
 
-    So an RP model has the same weights as the normal model of the same seed, and a block has the
-    same permutation in every model that permutes it.
+    An RP model has the same weights as the normal model of the same seed. A block has the same
+    permutation in every model that permutes it.
     """
     with torch.random.fork_rng(devices=[]):
         seed = int(torch.randint(2**63 - 1, (), device="cpu"))

@@ -1,5 +1,6 @@
-"""Linear layers in which each connection exists with probability p, fixed at the start: `masked` (a
-dense matrix times a mask) and `sparse` (only the values of the connections, and their places).
+"""Linear layers in which each connection exists with probability p, fixed at initialization.
+
+`masked` is a dense matrix times a mask; `sparse` stores only the connections: values and positions.
 
 One seed gives both the same connections and weights, and each loads the other's state dict. The
 state dict has the pattern (`mask`; `row_starts` and `columns`). The number of connections is
@@ -11,15 +12,15 @@ A pattern has M rows (outputs) and N columns (inputs) in compressed rows: `start
 `dense`.
 
 y = W x consists of two operators that torch's compiler and counters know. Vectors are columns (N,
-B), B batch: the kernels then run along the batch. With the transposed pattern (its starts, its
-columns, and the place of each of its values in W) the gradient of x is such a product, too.
+B), B batch, so the kernels run along the batch. The transposed pattern has its starts, its columns,
+and the position of each of its values in W. It makes the gradient of x such a product, too.
 
     forward             y_MB = W x_NB                                       2 B floating-point operations per connection
     gradient of x       W^T dy_MB                                           2 B
     gradient of values  row i of dy times row j of x, at connections only   2 B
 
-The kernels are torch's (MKL on a CPU, cuSPARSE on CUDA). Half precision is computed in fp32. There
-are no second derivatives.
+The kernels are torch's (MKL on a CPU, cuSPARSE on CUDA). Half precision is computed in fp32. Second
+derivatives are not supported.
 """  # noqa: E501 (a table)
 
 import warnings
@@ -35,14 +36,14 @@ from torch.utils.flop_counter import register_flop_formula
 
 from data_prep.errors import UserError
 
-if TYPE_CHECKING:  # half a second, which a training without init_gain need not spend
+if TYPE_CHECKING:  # the import takes half a second, and only init_gain needs it
     from scipy.sparse import csr_matrix
 
 MOST_CONNECTIONS = 2**31 - 1
 SMALL = 32
-"""Sides up to which a dense singular value decomposition costs nothing."""
+"""Sides up to which a dense singular value decomposition is cheap."""
 DRAWN_TOGETHER = 2**20
-"""Connections per draw: what bounds the memory that drawing takes."""
+"""Connections per draw, to limit memory."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Connections:
 
     @property
     def rows(self) -> Tensor:
-        """The output of every connection (int64), by operations that ONNX knows."""
+        """Return the output of every connection (int64), by operations that ONNX supports."""
         starts = self.row_starts[1:-1].long()
         steps = torch.zeros(self.columns.shape[0] + 1, dtype=torch.int64, device=starts.device)
         return steps.scatter_add(0, starts, torch.ones_like(starts)).cumsum(0)[:-1]
@@ -81,7 +82,7 @@ class Connections:
         return csr_matrix(parts, shape=(len(self.row_starts) - 1, self.num_inputs))
 
     def transposed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (row starts, columns, order) of the transposed pattern; its values are
+        """Return (row starts, columns, order) of the transposed pattern. Its values are
         values[order]."""
         order = torch.sort(self.columns, stable=True).indices
         counts = torch.bincount(self.columns, minlength=self.num_inputs)
@@ -120,7 +121,7 @@ def draw_connections(num_inputs: int, *, num_outputs: int, density: float) -> Co
 
 
 def _draw_places(size: int, *, density: float) -> Tensor:
-    """Draw ascending places below `size` by their gaps, which are geometric, on the CPU."""
+    """Draw ascending positions below `size` by their geometric gaps, on the CPU."""
     if density == 1:
         return torch.arange(size, device="cpu")
     num_gaps = int(size * density + 6 * (size * density) ** 0.5 + 16)
@@ -142,7 +143,7 @@ def _starts(counts: Tensor) -> Tensor:
         raise UserError(
             "model.density",
             f"it leaves {int(starts[-1])} connections in one layer, more than {MOST_CONNECTIONS}",
-            "take a smaller density or width",
+            "use a smaller density or width",
             code="bad-value",
         )
     return starts.int()
@@ -173,7 +174,7 @@ def sparse_product(
     values: Tensor,
     starts: Tensor,
     columns: Tensor,
-    transposed: Sequence[Tensor],  # noqa: ARG001  (the backward's)
+    transposed: Sequence[Tensor],  # noqa: ARG001  (for the backward pass)
     x_NB: Tensor,
 ) -> Tensor:
     """Return W x. `transposed` is (starts, columns, order) of W^T, or empty without gradients."""
@@ -213,7 +214,7 @@ for _device in ("cpu", "cuda"):  # the products inside have no bf16 for autocast
 
 
 def _computed(tensor: Tensor) -> Tensor:
-    """Convert to a type that all sparse kernels of torch have."""
+    """Convert to a type that all sparse kernels of torch support."""
     wide = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
     return wide.contiguous()
 
@@ -268,7 +269,7 @@ IN_MASKED, IN_SPARSE = ("weight", "mask"), ("values", "row_starts", "columns")
 
 
 class MaskedLinear(nn.Module):
-    """(M * W) x + b. Where M is 0, W starts at 0 and gets no gradient."""
+    """(M * W) x + b. W starts at 0 and gets no gradient where M is 0."""
 
     mask: Tensor
 
@@ -343,7 +344,7 @@ class SparseLinear(nn.Module):
         return y_BM if self.bias is None else y_BM + self.bias
 
     def transpose(self) -> None:
-        """Derive the transposed pattern."""
+        """Compute the transposed pattern."""
         if self.columns.is_meta:
             self.column_starts = self.columns.new_empty(self.in_features + 1)
             self.rows, self.order = torch.empty_like(self.columns), torch.empty_like(self.columns)

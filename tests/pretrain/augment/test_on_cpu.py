@@ -189,7 +189,7 @@ def test_what_would_lead_the_loops_astray_is_refused() -> None:
         ("top", np.nan),
     ):
         sides = {name: getattr(good, name) for name in ("top", "left", "height", "width", "flip")}
-        with pytest.raises(AssertionError, match="leaves its picture"):
+        with pytest.raises(AssertionError, match="leaves its image"):
             crop(images, Boxes(**{**sides, field: np.array([0.0, 0.0, 0.0, value])}), size=8)
     for wrong in (images.float(), images[..., :2], images[:, :4], images[0], images.to("meta")):
         with pytest.raises(AssertionError):

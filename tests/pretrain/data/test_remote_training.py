@@ -182,7 +182,7 @@ def test_a_run_goes_on_from_disk_with_what_it_began_behind_http_and_back(
     for dataset in (local, remote):
         shutil.rmtree(list_checkpoints(run_dir)[-1])  # as if killed before the last one
         (run_dir / "result.json").unlink()
-        assert "going on from step-00000006" in finish(
+        assert "resuming from step-00000006" in finish(
             start(config, run_dir, *words, f"data.dataset={dataset}", ranks=1)
         )
         again = load_file(list_checkpoints(run_dir)[-1] / "model.safetensors")

@@ -441,7 +441,7 @@ engine: {{precision: fp32, timeout_s: 60}}
         )
         result = json.loads((tmp_path / "run" / "result.json").read_text())
         assert result["stream"] is True and result["step"] == steps and result["ranks"] == 2
-    assert "going on from step-00000020; the stream begins again, in another order" in output
+    assert "resuming from step-00000020; the stream begins again, in another order" in output
     assert "a stream of 12 shards: " in output
     assert "0.485 0.456 0.406 / 0.229 0.224 0.225, ImageNet's by default" in output
     card = read_card(list_checkpoints(tmp_path / "run")[-1])

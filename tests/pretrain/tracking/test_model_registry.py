@@ -106,7 +106,7 @@ def test_a_version_that_the_registry_will_not_have_holds_up_nothing(
     tracker.artifact(run_dir / "after.txt")
     tracker.close("FINISHED")
     sync(run_dir)
-    assert '"kai\'s run": the registry does not take it' in capsys.readouterr().err
+    assert '"kai\'s run": the registry does not accept it' in capsys.readouterr().err
     client = MlflowClient(tracking_uri=identity.uri)
     (found,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])  # type: ignore[union-attr]
     assert [artifact.path for artifact in client.list_artifacts(found.info.run_id)] == ["after.txt"]
