@@ -174,7 +174,7 @@ def test_plain_pillow_can_be_chosen_and_the_choice_is_kept(
     ("driver", "cuda", "fix"),
     [
         ("580.65.06", "13.0", ""),
-        ("575.57.08", "13.0", "make CUDA=cu128"),
+        ("575.57.08", "13.0", "run make CUDA=cu128"),
         ("525.60.13", "12.8", ""),
         ("470.256.02", "12.6", "install driver 525.60 or newer"),
         ("470.256.02", "13.0", "install driver 525.60 or newer"),
