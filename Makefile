@@ -93,8 +93,9 @@ lint:
 	$(BIN)/ruff check .
 	$(BIN)/shellcheck --external-sources .ci/run cluster/submit cluster/snapshot $$(git ls-files '*.sh' '*.slurm')
 	$(BIN)/shellcheck --external-sources --shell=bash cluster/site.env
-	$(BIN)/python -m deptry data_prep pretrain finetune analysis cluster
+	$(BIN)/python -m deptry data_prep pretrain finetune analysis cluster wide_mlps
 	$(BIN)/python -m tests.budgets
+	$(BIN)/python -m tests.language
 
 types:
 	$(BIN)/mypy

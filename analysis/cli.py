@@ -60,7 +60,7 @@ def _add_verbs(verbs: Verbs) -> None:
         "collect",
         _collect,
         out="runs/plans/results",
-        help="write the results of plans as a table: one row for each checkpoint and accuracy",
+        help="write the results of plans as a table, a row per checkpoint and accuracy",
         epilog="analysis collect configs/plan/scaling_laws.yaml --out runs/plans/all",
     )
     collect.add_argument("plans", nargs="+", metavar="PLAN.yaml", help="plans whose runs to read")

@@ -24,6 +24,8 @@ COLUMNS = {
     "labels": 'JSON of the plan\'s axes for this run and its weights, {"model.width": "64"}',
     "run": "directory of the run",
     "began_ms": "start of the run, as a Unix time",
+    "commit": "commit of the code; -dirty if files were changed",
+    "hardware": "GPUs of the first node, or its processor",
     "task": "pretrain, scratch (by `finetune tune`), probe, knn, tune or evaluate",
     "method": "scratch, tune, probe, knn, tta (a tuned model with views) or null",
     "recipe": "hash of all settings that change what is learned, except seeds and folds",

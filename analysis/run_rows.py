@@ -97,6 +97,7 @@ def _about(run: Run, chain: Sequence[Run]) -> dict[str, Any]:
     row: dict[str, Any] = {
         "plan": run.record.plan, "stage": run.record.stage, "member": run.record.member,
         "labels": json.dumps(labels), "run": str(run.directory), "task": run.task,
+        "commit": run.tags.get("mlflow.source.git.commit"), "hardware": run.tags.get("hardware"),
         "began_ms": run.began_ms, "model": run.model_name,
         "recipe": _hash(recipes),
         "family": _hash([_kept(flatten(each.settings), *SCALED) for each in chain]),

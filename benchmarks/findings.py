@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 from fashion import read_split
+from frame import markdown
 from scipy import stats
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
@@ -58,10 +59,6 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 def with_interval(values: Sequence[float], sign: str = "") -> str:
     mean, low, high = interval(values)
     return f"{mean:{sign}.2f} [{low:{sign}.2f}, {high:{sign}.2f}]"
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
 
 
 @dataclass(frozen=True)

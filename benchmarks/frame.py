@@ -8,7 +8,6 @@ machine drifts. The result is the ratio within a round, and its median over the 
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -131,6 +130,11 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     print(f"{machine()}, commit {commit()}, load {os.getloadavg()[0]:.1f}", flush=True)
 
 
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+
+
 def report(title: str, found: Rates, *, unit: str, against: str, headline: str) -> None:
     """Print median, range and ratio of each contestant."""
     rows = [
@@ -154,14 +158,11 @@ def keep(figures: dict[str, float]) -> None:
 def machine() -> str:
     import torch
 
+    from pretrain.tracking.node import cpu_name
+
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    names = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if "model name" in line
-    ]
-    return f"{names[0] if names else platform.processor()}, {len(names)} cores, no GPU"
+    return f"{cpu_name()}, {os.cpu_count()} cores, no GPU"
 
 
 def commit() -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from frame import HERE
+from frame import HERE, markdown
 
 PAGE = HERE.parent / "docs" / "measured.md"
 BEGIN, END = "<!-- benchmarks/gpu.py writes from here -->", "<!-- to here -->"
@@ -129,8 +129,8 @@ def table(found: dict[str, Any]) -> str:
     head = f"On {place}; every ratio is of figures of this machine and commit."
     if found.get("is_dry_run"):
         head = f"A dry run of small models at small sizes: no figure means anything. {head}"
-    lines = ["| | goal | found | |", "|---|---|---|---|"]
-    lines += [f"| {' | '.join((row.claim, row.goal, *row.cells(found)))} |" for row in ROWS]
+    rows = ((row.claim, row.goal, *row.cells(found)) for row in ROWS)
+    lines = markdown(("", "goal", "found", ""), rows)
     failed = f"\n\nFailed: {', '.join(found['failed'])}." if found["failed"] else ""
     return f"{head}\n\n" + "\n".join(lines) + failed
 

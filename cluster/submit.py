@@ -83,16 +83,16 @@ def submit(submission: Submission, jobs: list[str]) -> None:
     script = f"{snapshot}/cluster/{submission.name}"
     if order.grid:
         submit_grid(order.grid, submission, order.writes, script, jobs)
-    elif submission.has("test-only"):
-        _sbatch([*submission.options, script, *arguments])
-    elif submission.name != "data_prep.slurm":
-        _sbatch([*submission.options, script, *arguments], jobs, order.writes)
+    elif submission.has("test-only") or submission.name != "data_prep.slurm":
+        _sbatch(submission, [*submission.options, script, *arguments], jobs, order.writes)
     else:
-        _sbatch([*submission.options, script, "--parts", *arguments], jobs, order.writes)
+        _sbatch(
+            submission, [*submission.options, script, "--parts", *arguments], jobs, order.writes
+        )
         waits = (f"--dependency=afterok:{jobs[-1]}", "--kill-on-invalid-dep=yes", "--array=0")
         words = [*submission.options, *waits, script, "--merge", *arguments]
         try:
-            _sbatch(words, jobs, order.writes)
+            _sbatch(submission, words, jobs, order.writes)
         except RefusedError:
             slurm("scancel", jobs[-1])
             parts = jobs.pop()
@@ -118,10 +118,7 @@ def submit_grid(
             words.append(f"--dependency={','.join(filter(None, waits))}")
         words += [script, *submission.arguments]
         try:
-            if submission.has("test-only"):
-                _sbatch(words)
-            else:
-                _sbatch(words, jobs, {places[index]: str(index) for index in chosen})
+            _sbatch(submission, words, jobs, {places[index]: str(index) for index in chosen})
         except QueueFullError:
             length = len(chosen) // 2
             if not length:
@@ -131,7 +128,7 @@ def submit_grid(
 
 
 def _sbatch(
-    words: Sequence[str], jobs: list[str] | None = None, writes: Mapping[str, str] | None = None
+    submission: Submission, words: Sequence[str], jobs: list[str], writes: Mapping[str, str]
 ) -> None:
     """Submit a job, append its number to `jobs`, and record the places that it writes."""
     done = subprocess.run(
@@ -146,7 +143,7 @@ def _sbatch(
     print(done.stderr, end="", file=sys.stderr, flush=True)
     if done.returncode:
         raise RefusedError
-    if jobs is not None and writes is not None:
+    if not submission.has("test-only"):
         lines = done.stdout.split()  # sites may print more before the number
         jobs.append(lines[-1].partition(";")[0] if lines else "")
         directory = Path("jobs", jobs[-1])

@@ -200,7 +200,7 @@ def apply_override(
         if not isinstance(child, dict):
             section = ".".join(keys[: depth + 1])
             problem = f"{section} is the value {without_commands(repr(child))}, not a section"
-            fix = f"remove {section} from the config"
+            fix = f"replace all of it by '{section}={{{keys[depth + 1]}: VALUE, ...}}'"
             raise SettingsError(dotted, problem, fix, code="bad-value")
         node = child
     try:

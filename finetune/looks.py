@@ -11,8 +11,10 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from data_prep.images.lettering import families
 from data_prep.publish import write_atomic
@@ -26,6 +28,7 @@ DPI = 220
 SEQUENTIAL, DIVERGING = "cividis", "RdBu_r"
 """Color maps for values with a minimum, and for values with a middle."""
 MARKERS = "os^Dv<>PX*"
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _LOOKS: dict[Any, Any] = {
     "font.size": 8,
     "axes.labelsize": 8,
@@ -62,6 +65,25 @@ def panels(count: int, *, height: float = 2.3, most: int = 3) -> tuple[Figure, S
     for unused in axes[count:]:
         unused.set_axis_off()
     return figure, axes[:count]
+
+
+def format_power(value: float, *, decimals: int = 1) -> str:
+    """Return 0.25, 10¹², 2·10¹²."""
+    if value <= 0 or 0.001 <= value < 1000:
+        return f"{value:.3g}"
+    digits, exponent = f"{value:.{decimals}e}".split("e")
+    digits = digits.rstrip("0").removesuffix(".")
+    front = "" if digits == "1" else f"{digits}·"
+    return f"{front}10{str(int(exponent)).translate(_SUPERSCRIPTS)}"
+
+
+def set_log_ticks(axis: Axis, *, most: int = 10) -> None:
+    """Set ticks of a logarithmic axis, with labels without TeX. `most`: labels within tenfold."""
+    low, high = axis.get_view_interval()
+    many = LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,))
+    axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10]) if high < 10 * low else many)
+    axis.set_major_formatter(lambda value, _: format_power(value, decimals=2))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -83,7 +83,7 @@ def session(
 def start_accelerator(
     world: World, *, precision: str = "fp32", timeout_s: float = 600.0
 ) -> Accelerator:
-    """Join the ranks. Without `cpu=True`, each rank without a GPU would work alone."""
+    """Join the ranks. Ranks without a GPU would not join without `cpu=True`."""
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if precision == "bf16" else "no",

@@ -156,6 +156,12 @@ def no_rank_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     )
 
 
+@pytest.fixture
+def benchmarks(monkeypatch: Patch) -> None:
+    """Make the modules of benchmarks/ importable."""
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+
+
 @pytest.fixture(scope="session")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """8 classes, 30 + 9 pictures each, 16 px raw, in shards of 64."""

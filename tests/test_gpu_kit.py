@@ -29,9 +29,8 @@ def module_of(path: Path) -> ModuleType:
     return module
 
 
-@pytest.fixture
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+@pytest.fixture(autouse=True)
+def in_repository(benchmarks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
 
 
@@ -53,7 +52,7 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow  # imports torch, deepspeed and timm
 @pytest.mark.parametrize("quick", [True, False])
 def test_gpu_py_names_no_verb_key_or_option_that_is_not_there(
-    benchmarks: None, monkeypatch: pytest.MonkeyPatch, quick: bool
+    monkeypatch: pytest.MonkeyPatch, quick: bool
 ) -> None:
     gpu = module_of(REPOSITORY / "benchmarks/gpu.py")
     parts = gpu.parts(quick=quick, num_gpus=8)
@@ -70,7 +69,7 @@ def rows_of(text: str) -> dict[str, list[str]]:
     }
 
 
-def test_the_table_holds_what_was_found_beside_its_goal(benchmarks: None, tmp_path: Path) -> None:
+def test_the_table_holds_what_was_found_beside_its_goal(tmp_path: Path) -> None:
     gpu = module_of(REPOSITORY / "benchmarks/gpu.py")
     names = {part.name for part in gpu.parts(quick=False, num_gpus=8)}
     known = sys.modules["gpu_table"]
@@ -137,7 +136,7 @@ def test_the_table_holds_what_was_found_beside_its_goal(benchmarks: None, tmp_pa
 
 
 @pytest.mark.processes
-def test_a_part_that_fails_has_a_verdict_and_no_figures(benchmarks: None, tmp_path: Path) -> None:
+def test_a_part_that_fails_has_a_verdict_and_no_figures(tmp_path: Path) -> None:
     gpu = module_of(REPOSITORY / "benchmarks/gpu.py")
     write = "import json, os; open(os.environ['BENCHMARK_FIGURES'], 'w').write('{\"x\": 1}')"
     for code, figures, verdict in (

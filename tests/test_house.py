@@ -21,7 +21,7 @@ from tests.data_prep.samples import encoded, picture, webp, write_files
 from tests.forked import begin, wait
 from tests.ranks import REPOSITORY
 
-PACKAGES = ("data_prep", "pretrain", "finetune", "analysis", "cluster")
+PACKAGES = ("data_prep", "pretrain", "finetune", "analysis", "cluster", "wide_mlps")
 
 
 PAGES = (

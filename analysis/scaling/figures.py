@@ -8,18 +8,17 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import EngFormatter, NullLocator
 
 from analysis.output import draw_band, mark
 from analysis.scaling.allocation import Allocation, IsoFlop, around_least
 from analysis.scaling.laws import Estimate, band_of, interval_of
 from analysis.scaling.study import VARIABLES, Study
-from finetune.looks import GREY, panels
+from finetune.looks import GREY, format_power, panels, set_log_ticks
 
 BLACK = "#222222"
 COMPUTE = "C: 3 x MACs x samples"
 LABELS = {"parameters": "P: parameters", "images": "N: different images"}
-_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def draw(studies: Sequence[Study]) -> dict[str, Figure]:
@@ -103,7 +102,7 @@ def _draw_isoflop(studies: Sequence[tuple[Study, IsoFlop]]) -> Figure:
         last = len(iso.budgets_K) - 1
         for row, (budget, errors_P) in enumerate(zip(iso.budgets_K, iso.errors_KP, strict=True)):
             color = _shade(row, last + 1)
-            label = f"C = {_power(budget)}" if row in (0, last // 2, last) else None
+            label = f"C = {format_power(budget)}" if row in (0, last // 2, last) else None
             axis.scatter(iso.sizes_P, errors_P, s=9, lw=0, color=color, label=label)
             if np.isfinite(iso.parabolas_K3[row, 0]):
                 near = iso.sizes_P[around_least(errors_P)]
@@ -129,9 +128,9 @@ def _formula(found: Estimate | str) -> str:
     if isinstance(found, str):
         return "points too few for a law"
     known = {name: values_B[0] for name, values_B in found.parameters.items()}
-    inside = f"({_power(known['b'])} + C)" if known.get("b") else "C"
+    inside = f"({format_power(known['b'])} + C)" if known.get("b") else "C"
     floor = f" + {known['E_inf']:.3g}" if "E_inf" in known else ""
-    return f"E = {_power(known['a'])} {inside}^-{known['alpha']:.2f}{floor}"
+    return f"E = {format_power(known['a'])} {inside}^-{known['alpha']:.2f}{floor}"
 
 
 def _with_interval(found: Estimate, name: str) -> str:
@@ -148,23 +147,13 @@ def _scale(axis: Axes, label: str, value: str = "error", *, legend_above: bool =
         axis.text(0.5, 0.5, "no points", transform=axis.transAxes, ha="center", color=GREY)
         return
     axis.set(xscale="log", yscale="log")
+    set_log_ticks(axis.xaxis, most=3)
+    set_log_ticks(axis.yaxis)
     if value == "error":
-        low, high = axis.get_ylim()
-        few, many = MaxNLocator(10, steps=[1, 2, 5, 10]), LogLocator(subs=(1, 2, 5))
-        axis.yaxis.set_major_locator(few if high < 10 * low else many)
         axis.yaxis.set_minor_locator(NullLocator())
-        axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
+        axis.yaxis.set_major_formatter(lambda number, _: f"{100 * number:.3g} %")
     if legend_above:  # beside no curve
         axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), labelspacing=0.25)
-
-
-def _power(value: float) -> str:
-    """Return 0.25, 10¹², 2·10¹²."""
-    if value <= 0 or 0.001 <= value < 1000:
-        return f"{value:.3g}"
-    digits, exponent = f"{value:.1e}".split("e")
-    front = "" if digits == "1.0" else f"{digits.removesuffix('.0')}·"
-    return f"{front}10{str(int(exponent)).translate(_SUPERSCRIPTS)}"
 
 
 def _shade(number: int, count: int) -> Any:

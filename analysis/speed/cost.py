@@ -21,7 +21,7 @@ from torch.nn import functional
 from analysis.output import Result, mark
 from analysis.speed.efficiency import machine
 from data_prep.progress import progress
-from finetune.looks import looks, panels
+from finetune.looks import looks, panels, set_log_ticks
 from pretrain.models.build import build_model
 from pretrain.models.spec import AnySpec, MixerSpec, SparseMlpSpec
 
@@ -143,5 +143,6 @@ def draw(rows: pd.DataFrame, *, device: str) -> Figure:
         axes.set(xscale="log", xlabel="training (s / epoch)")
         axes.invert_yaxis()
         axes.margins(0.12, 0.2)
+        set_log_ticks(axes.xaxis, most=5)
         figure.legend(loc="outside upper center", ncols=2)
     return figure

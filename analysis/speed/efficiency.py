@@ -10,11 +10,8 @@ in pinned memory) is copied to the device and converted before its forward pass,
 
 import math
 import os
-import platform
-import re
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -23,11 +20,12 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from analysis.output import Result, mark
-from finetune.looks import GREY, looks, panels
+from finetune.looks import GREY, looks, panels, set_log_ticks
 from pretrain.engine.step import DTYPES, working_in
 from pretrain.models.build import build_model
 from pretrain.models.cost import Cost, cost_of
 from pretrain.models.presets import preset, spec_of
+from pretrain.tracking.node import cpu_name
 from pretrain.tracking.run_tags import git_commit
 
 IMAGE_SIZE, NUM_CLASSES = 64, 1000
@@ -173,10 +171,7 @@ def machine(device: str) -> str:
         where = torch.cuda.get_device_name()
     else:
         load, count = os.getloadavg()[0], torch.get_num_threads()
-        cpuinfo = Path("/proc/cpuinfo").read_text()
-        name = re.search(r"^model name\s*: (.+)", cpuinfo, re.MULTILINE)  # ARM has no name
-        processor = name[1] if name else platform.machine()
-        where = f"{processor}, {count} thread{'s' if count > 1 else ''}, load {load:.1f} before"
+        where = f"{cpu_name()}, {count} thread{'s' if count > 1 else ''}, load {load:.1f} before"
     return f"{where}, torch {torch.__version__}, commit {git_commit()}"
 
 
@@ -201,6 +196,8 @@ def draw(rows: pd.DataFrame, conditions: Conditions) -> Figure:
             axes.plot([], [], "o", color=GREY, fillstyle=fill, label=name)
         axes.plot([], [], **dashed, label=f"MACs/s of {rows.paper_label[0]}")
         axes.set(xscale="log", yscale="log", xlabel="MACs of an image (G)")
+        set_log_ticks(axes.xaxis)
+        set_log_ticks(axes.yaxis)
         axes.set_ylabel("throughput (images/s)")
         figure.legend(loc="outside upper center", ncols=2)
     return figure

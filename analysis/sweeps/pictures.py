@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from analysis.output import draw_band, mark
 from analysis.sweeps.sweep import are_numbers
 from data_prep.images.lettering import legible, short
-from finetune.looks import GREY, looks, panels
+from finetune.looks import GREY, looks, panels, set_log_ticks
 
 
 def draw_sweep(places: pd.DataFrame, lines: pd.DataFrame, title: str) -> Figure:
@@ -124,5 +124,7 @@ def draw_widths(rows: pd.DataFrame) -> Figure:
                 style = mark(number) | {"label": f"Ω = {name}"}
                 axes.plot(own.channels, own[key], markevery=[int(own.width.argmax())], **style)
             axes.set(xscale="log", yscale="log", xlabel="channels C", ylabel=title)
+            set_log_ticks(axes.xaxis, most=5)
+            set_log_ticks(axes.yaxis)
         _draw_legend(figure, both)
     return figure

@@ -41,7 +41,7 @@ class BuildSettings(ImageSpec):
         ),
     ]
     """The archives or folders to read, by `kind`. In a list, the first source whose `path` exists
-    is read, otherwise the last one."""
+    is read, otherwise the last one. Override a list with 'source={kind: folder, path: photos}'."""
     out: LocalDirectory = Field(examples=["data/mine"])
     """The dataset directory, on a local disk. `data_prep push` copies it to a bucket."""
     name: str | None = Field(None, examples=["my-pictures"])
@@ -56,8 +56,8 @@ class BuildSettings(ImageSpec):
         None, examples=[{"train": 100, "val": 50}]
     )
     """Number of images to draw from each class, by split. Smaller classes and other splits are
-    omitted. If the source has no `val`, its images are taken from `train`; exclude duplicates first
-    (`data_prep dedup`). null: all images."""
+    omitted. If the source has no `val`, its images are taken from `train`, and equal files of a
+    folder stay in one split. null: all images."""
     samples_per_shard: int = Field(DEFAULT_SHARD, ge=1, le=1_000_000)
     """Images in each shard; the last shard of a split may have fewer. One worker writes a shard. If
     you keep the default, a split of fewer than 131,072 images has up to 16 smaller shards, of 512

@@ -53,7 +53,7 @@ from data_prep.publish import (
 )
 from data_prep.settings import Settings, printable
 from data_prep.sources import Arrangement, Source, SourceError, open_source
-from data_prep.sources.base import move_to_val
+from data_prep.sources.base import hold_out, move_to_val
 from data_prep.workers import Pool
 
 INVENTORY_NAME = "inventory"
@@ -157,7 +157,7 @@ def prepare(settings: BuildSettings, source: Source, pool: Pool) -> Workplan:
         return before.under(settings)
     arrangement = source.arrange(inventory)
     _refuse_empty(source, inventory, arrangement)
-    arrangement = _drawn(settings, inventory, arrangement, exclusions)
+    arrangement = _draw_images(settings, inventory, arrangement, exclusions)
     labels, classes, left_out = _renumber(settings, inventory, arrangement)
     orders, shards = _write_orders(
         settings, inventory, arrangement, _Dropped(labels, exclusions, left_out)
@@ -458,7 +458,7 @@ def _refuse_empty(source: Source, inventory: Inventory, arrangement: Arrangement
         )
 
 
-def _drawn(
+def _draw_images(
     settings: BuildSettings, inventory: Inventory, arrangement: Arrangement, exclusions: Exclusions
 ) -> Arrangement:
     """Draw the images of `per_class` among those that stay, and omit classes that have too few."""
@@ -469,12 +469,12 @@ def _drawn(
     left_out["excluded"] += len(excluded)
     kept = {split: rows[~np.isin(rows, excluded)] for split, rows in arrangement.splits.items()}
     arrangement = replace(arrangement, splits=kept)
-    if "val" in numbers and "val" not in arrangement.splits:
-        if "train" not in arrangement.splits:
-            problem = "the source has no val, and no train to draw it from"
-            fix = f"choose from {', '.join(arrangement.splits)}"
+    if number := numbers.get("val"):
+        if not kept.keys() & {"train", "val"}:
+            problem, fix = "the source has no val and no train", f"choose from {', '.join(kept)}"
             raise UserError("per_class", problem, fix, code="empty")
-        arrangement = move_to_val(inventory, arrangement, seed=seed, per_class=numbers["val"])
+        root = Path(settings.source.path) if settings.source.kind == "folder" else None
+        arrangement = hold_out(inventory, arrangement, per_class=number, seed=seed, root=root)
     labels = set(arrangement.labels or range(len(inventory.classes)))
     for split, number in numbers.items():
         complete = Arrangement({"train": arrangement.splits.get(split, np.empty(0, np.int32))})

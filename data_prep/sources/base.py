@@ -150,18 +150,23 @@ def hold_out(
     inventory: Inventory,
     arrangement: Arrangement,
     *,
-    share: float,
     seed: int,
+    share: float = 0,
+    per_class: int = 0,
     root: Path | None = None,
 ) -> Arrangement:
-    """Move a share of each class of `train` to `val` if there is no `val`.
+    """Move a number of images, or a share, of each class of `train` to `val` if there is no `val`.
 
     `root` is the folder of the inputs if they are files. Equal files then stay in one split.
     """
-    if "train" not in arrangement.splits or "val" in arrangement.splits or not share:
+    if "train" not in arrangement.splits or "val" in arrangement.splits:
+        return arrangement
+    if not share and not per_class:
         return arrangement
     firsts = None if root is None else first_equals(inventory, arrangement.splits["train"], root)
-    moved = move_to_val(inventory, arrangement, seed=seed, share=share, firsts=firsts)
+    moved = move_to_val(
+        inventory, arrangement, seed=seed, share=share, per_class=per_class, firsts=firsts
+    )
     return moved if moved.num_held_out else arrangement
 
 

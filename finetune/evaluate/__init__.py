@@ -1,1 +1,1 @@
-"""What a classifier answers on a split and how good that is: `finetune evaluate`."""
+"""Predictions of a classifier on a split, and their scores: `finetune evaluate`."""

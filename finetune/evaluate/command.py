@@ -31,7 +31,7 @@ def add_verbs(verbs: Verbs) -> None:
     evaluate = verbs.add_parser(
         "evaluate",
         help=(
-            "scores, pictures and predictions of a checkpoint on a dataset with its classes;"
+            "compute scores, figures and predictions of a checkpoint on a dataset with its classes;"
             " num_views=100 augments at test time"
         ),
     )
@@ -39,7 +39,7 @@ def add_verbs(verbs: Verbs) -> None:
     evaluate.add_argument(
         "config",
         nargs="?",
-        help="a YAML file, such as configs/evaluate/demo.yaml; or settings alone",
+        help="a YAML file, such as configs/evaluate/demo.yaml; or only settings",
     )
     evaluate.epilog = """finetune evaluate pretrained=runs/mine dataset=data/mine num_views=10
 finetune evaluate configs/evaluate/demo.yaml pretrained=runs/mine run_dir=runs/mine-views"""

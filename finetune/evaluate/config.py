@@ -4,8 +4,8 @@ Two evaluations that may differ in one prediction have different identities, hen
 directories: nothing is overwritten. Batch size, ranks and paths are not part of an identity.
 RUN/evaluation.json holds everything that the predictions depend on, from the beginning on.
 
-Views use the augmentation that the user sets; otherwise the crops and flips of the training, if the
-run of the weights records them; otherwise those of the public command of Scaling MLPs.
+Views use the augmentation that the user sets. The default is the crops and flips of the
+training. If the weights have no record of them, it is those of Scaling MLPs' public command.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 predictions.parquet   a row for each image that decodes, in the order of the split
 per_class.csv         a row for each class, the lowest accuracy first
-confusion.parquet     label, answer and count of each pair that occurs
+confusion.parquet     label, prediction and count of each pair that occurs
 confusion.png, calibration.png
 result.json           written last
 """

@@ -30,7 +30,7 @@ class Answers:
     """The most probable first."""
     probabilities_NA: Floats
     losses_N: Floats
-    """-log of the probability of the label, averaged over views."""
+    """Negative log of the probability of the label, averaged over views."""
     entropies_N: Floats
     """Entropy of all probabilities, in nats."""
     squares_N: Floats

@@ -38,8 +38,8 @@ class ExportSettings(Settings):
     """timm: model.safetensors, config.json and a model card, which are always written; onnx:
     model.onnx; torch: model.pt2."""
     with_preprocessing: bool = False
-    """Graphs take decoded images (uint8, batch x height x width x channels) and normalize them. By
-    default they take normalized float32 images (batch x channels x height x width)."""
+    """Graphs take decoded images (uint8, batch x height x width x channels) and normalize them.
+    Otherwise they take normalized float32 images (batch x channels x height x width)."""
     license: str = Field("unknown", pattern=r"^[a-z0-9][a-z0-9.-]*$")
     """License of the weights for the model card, in the hub's spelling, for example apache-2.0."""
     results_from: str | None = Field(None, examples=["runs"])

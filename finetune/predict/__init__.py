@@ -1,1 +1,1 @@
-"""What a classifier answers for any pictures, with or without labels: `finetune predict`."""
+"""Predictions of a classifier for any images, with or without labels: `finetune predict`."""

@@ -81,7 +81,7 @@ def _predict(options: argparse.Namespace) -> int:
         warn_once(card.other_pixels(part.manifest, dataset=str(part.directory)), read_alone())
     print(
         f"{checkpoint.directory}: {card.model.label} trained on {card.dataset}, {num_classes:,}"
-        f" classes, {card.image_size} px; finding the pictures and loading torch take some seconds",
+        f" classes, {card.image_size} px; finding the images and loading torch take some seconds",
         file=sys.stderr,
         flush=True,
     )

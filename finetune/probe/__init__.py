@@ -1,2 +1,2 @@
-"""Frozen features and what is learned from them: a grid of linear heads (`finetune probe`), nearest
-neighbours (`finetune knn`)."""
+"""Classifiers on frozen features: a grid of linear heads (`finetune probe`) and nearest neighbors
+(`finetune knn`)."""

@@ -111,16 +111,16 @@ class ProbeSettings(FeatureSettings):
         _NOT_FOR_LBFGS, "optimizer=lion"
     )
     features: Literal["auto", "cache", "stream"] = "auto"
-    """cache: compute features once and keep them on disk; stream: compute them for each batch, on
-    all ranks together; auto: stream if they exceed `cache_gb` or the free space. Both train the
+    """cache: compute features once and keep them on disk. stream: compute them for each batch, on
+    all ranks together. auto: stream if they exceed `cache_gb` or the free space. Both train the
     same heads."""
     cache_gb: float = Field(100.0, ge=0)
     """Largest size of new features on disk. Above it, lion, adamw and sgd stream features with
     `auto`; `cache` and lbfgs fail."""
     optimizer: HeadOptimizer = _DEFAULT
-    """lbfgs is logistic regression: it minimizes cross-entropy + weight_decay / 2 |W|^2 until it
-    converges. lion and adamw decouple weight decay from the gradient; sgd adds it to the gradient.
-    Biases never decay. Views need lion, adamw or sgd."""
+    """Optimizer of the heads. lbfgs: logistic regression, which minimizes cross-entropy +
+    weight_decay / 2 |W|^2 until it converges. lion and adamw decouple weight decay from the
+    gradient; sgd adds it to the gradient. Biases never decay. Views need lion, adamw or sgd."""
     lrs: Annotated[tuple[float, ...], _ONE_OR_MORE] = _GRIDS[_DEFAULT]["lrs"]
     """Learning rates to try. Each combination of learning rate, decay and length is a candidate.
     One pass over the features trains all candidates; the best on held-out samples is kept. The
@@ -142,7 +142,7 @@ class ProbeSettings(FeatureSettings):
     nesterov: bool = True
     """Use Nesterov momentum (SGD only)."""
     tolerance: float = Field(1e-5, gt=0)
-    """lbfgs has converged if no entry of the gradient is larger."""
+    """Largest entry of the gradient at which lbfgs has converged."""
     standardize: bool = True
     """Scale features to mean 0 and deviation 1 over the training split. The saved head undoes
     it."""

@@ -3,9 +3,9 @@
 The gradient of the mean cross-entropy by the logits is (softmax - target) / B, so autograd records
 nothing. Heads begin at zero. The order of an epoch is a function of (seed, epoch).
 
-B batch, E rows of a head: D features, the bias, then zeros (rows.py); G candidates, K classes,
-C = K G columns: all candidates of the first class, then of the next, so that operations over
-classes run over adjacent candidates.
+B batch. E rows of a head: D features, the bias, then zeros (rows.py). G candidates, K classes.
+C = K G columns: all candidates of the first class, then of the next. Operations over classes then
+run over adjacent candidates.
 """
 
 import math
@@ -106,7 +106,7 @@ def train_heads(
     num_classes: int,
     num_epochs: int | None = None,
 ) -> Tensor:
-    """Return heads (G, E, K). Each head is the same as if it were trained alone.
+    """Return heads (G, E, K). Each head equals the head of a training without the others.
 
     `num_epochs`: epochs of rows to ask for, by default those of the longest candidate.
     """

@@ -1,6 +1,6 @@
 """`finetune knn`: weighted votes of the nearest training images by cosine similarity, exact.
 
-Of equally near rows the first ones count, so blocks and ranks change no prediction. Each rank
+The first of equally near rows count, so blocks and ranks change no prediction. Each rank
 evaluates a range of the test split.
 
 Products are in double precision and rounded to 2^-23, so a pair of rows has the same similarity in

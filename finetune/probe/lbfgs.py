@@ -1,10 +1,11 @@
 """L-BFGS for several linear heads at once, on the same passes over the features.
 
 Each head minimizes mean cross-entropy + decay / 2 |W|^2 (biases do not decay) with its own history.
-A pass over the features evaluates one trial point of each head. A head accepts its trial if the
-loss satisfies Armijo's condition, and then chooses a new direction; otherwise it tries a shorter
-step in the next pass. (`torch.optim.LBFGS` takes one head after the other: six times as long for
-four decays.) Points and gradients are in double precision; products over the features in single.
+A pass over the features evaluates one trial point of each head. A head accepts its trial and
+chooses a new direction if the loss satisfies Armijo's condition. Otherwise it tries a shorter step
+in the next pass. (`torch.optim.LBFGS` trains one head at a time: six times as long for four
+decays.) Points and gradients are in double precision; products over the features in single.
+
 G candidates, E rows of a head: D features, the bias, then zeros; K classes, B batch (heads.py).
 """
 

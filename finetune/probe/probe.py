@@ -2,8 +2,8 @@
 
 1. Features of both splits, and of views, are found or computed (features.py, source.py).
 2. All ranks train their fraction of the candidates and evaluate it on held-out samples.
-3. The first rank trains the best candidate again on the complete training split, evaluates it once
-   on the test split, and saves it with its backbone as a checkpoint; result.json comes last.
+3. The first rank trains the best candidate again on the complete training split, and evaluates it
+   once on the test split. It saves the model as a checkpoint, then result.json.
 
 D features, E rows of a head (heads.py), K classes, B batch.
 """
@@ -275,7 +275,7 @@ def judged_candidates(
 ) -> tuple[list[Judged], dict[Candidate, Head]]:
     """Return all candidates with their scores, and the heads of this rank.
 
-    With shared rows, a rank without candidates trains the first one, so that it asks for the rows.
+    A rank without candidates trains the first one if rows are shared, so that it asks for the rows.
     """
     candidates, group = candidates_of(settings), PatientGroup()
     own = shares(candidates, world.num_ranks)[world.rank]

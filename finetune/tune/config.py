@@ -41,7 +41,7 @@ SPREAD = ("eval/top1", "eval/top5", "eval/loss", "eval/real", "eval/class_top1")
 
 
 class TuneEngineSettings(PassSettings):
-    """accelerate's data parallelism."""
+    """Settings of accelerate's data parallelism."""
 
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """Precision of forward and backward pass; weights are in fp32. tf32: GPUs round factors to ten

@@ -185,7 +185,7 @@ def _scores(result: Mapping[str, float], *, names: Mapping[str, str]) -> dict[st
 
 
 class AccelerateEngine:
-    """accelerate behind the `Engine` contract: data parallelism over fp32 weights."""
+    """An `Engine` that uses accelerate: data parallelism over fp32 weights."""
 
     def __init__(
         self,

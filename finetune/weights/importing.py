@@ -1,8 +1,8 @@
 """`finetune import`: make a folder like a checkpoint from a file of other weights.
 
 Some facts are in neither names nor shapes (foreign.py): normalization, class names, activation.
-They come from the command line, then from the config next to the file, then from a word in the
-file's name, then from the family's defaults.
+The command line comes first, then the config next to the file, a word in the file's name, and the
+family's defaults.
 """
 
 import argparse

@@ -102,7 +102,7 @@ def _unwrapped(stored: object, path: Path) -> dict[str, Tensor]:
         held = first(others) if others else f"a {type(stored).__name__} without tensors"
         fix = "save model.state_dict()"
         raise UserError(str(path), f"holds {held}", fix, code="unknown-format")
-    # torch's AveragedModel counts its updates beside its weights
+    # torch's AveragedModel stores its number of updates next to its weights
     return {str(name): tensor for name, tensor in tensors.items() if name != "n_averaged"}
 
 

@@ -44,11 +44,11 @@ def code_of(spec: AnySpec) -> str:
     other models it is ""."""
     if not isinstance(spec, ImportSpec):
         return ""
-    return hash_of_package(spec.path.partition(":")[0].partition(".")[0])
+    return hash_package(spec.path.partition(":")[0].partition(".")[0])
 
 
 @functools.cache
-def hash_of_package(package: str) -> str:
+def hash_package(package: str) -> str:
     found = find_spec(package) or PathFinder.find_spec(package, [str(Path.cwd())])
     places = (found and found.submodule_search_locations) or ()
     files = [(file, place) for place in places for file in sorted(Path(place).rglob("*.py"))]

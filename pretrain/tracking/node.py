@@ -10,9 +10,10 @@ GPU metrics come from the driver, through NVML, without a CUDA context.
 
 import os
 import platform
+import re
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -123,6 +124,17 @@ def gpu_names() -> list[str]:
         return [pynvml.nvmlDeviceGetName(gpu) for gpu in open_gpus()]
     except pynvml.NVMLError:
         return []
+
+
+def cpu_name() -> str:
+    found = re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else platform.machine()  # ARM has no name
+
+
+def describe_hardware() -> str:
+    """Return the GPUs of this node, or its processor: 8 x NVIDIA H100 80GB HBM3."""
+    gpus = [f"{count} x {name}" for name, count in Counter(gpu_names()).items()]
+    return ", ".join(gpus) or f"{cpu_name()}, {os.cpu_count()} cores"
 
 
 def gpu_values(gpus: list[Any]) -> dict[str, float]:

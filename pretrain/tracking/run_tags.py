@@ -19,6 +19,7 @@ from data_prep.settings import without_commands
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import Part, StreamData, TrainingData
 from pretrain.ranks.launch import LAUNCHED_WITH
+from pretrain.tracking.node import describe_hardware
 
 LABEL_COLUMN = 2
 """Column of the label in a shard's index."""
@@ -32,6 +33,7 @@ def run_tags(*, dataset: str, target: str, model: str) -> dict[str, str]:
         "mlflow.source.name": shown_command(sys.argv),
         "mlflow.source.type": "LOCAL",
         "mlflow.source.git.commit": git_commit(),
+        "hardware": describe_hardware(),
         "dataset": dataset,
         "target": target,
         "model": model,

@@ -64,6 +64,9 @@ def plan(shapes: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch) -
     return load_plan("study.yaml")
 
 
+TAGS = {"mlflow.source.git.commit": "0123456789ab-dirty", "hardware": "2 x H100"}
+
+
 def write_run(
     work: Work,
     result: dict[str, Any],
@@ -82,7 +85,7 @@ def write_run(
     parents = (Parent(str(Path(source).absolute()), taken_at),) if source else ()
     about = (place.plan, place.stage, place.member, place.labels, seed, parents)
     write_json(run / RECORD, asdict(RunRecord(work.kind, *about)))  # type: ignore[arg-type]
-    events: list[dict[str, Any]] = [{"event": "start", "params": {}, "tags": {}, "time_ms": 1}]
+    events: list[dict[str, Any]] = [{"event": "start", "params": {}, "tags": TAGS, "time_ms": 1}]
     events += [
         {"event": "metrics", "step": step, "values": values, "time_ms": 2}
         for step, values in (metrics or {}).items()
@@ -175,6 +178,7 @@ def test_results_of_a_plan(plan: Plan, shapes: Path, other_shapes: Path) -> None
     target = load_manifest(other_shapes)
     assert set(frame.target_hash[4:]) == {target.content_hash}
     assert set(tuned.num_test) == {target.splits["val"].num_samples}
+    assert set(frame.commit) == {"0123456789ab-dirty"} and set(frame.hardware) == {"2 x H100"}
     assert set(frame) == set(COLUMNS) and tuned.recipe.nunique() == 1
 
 

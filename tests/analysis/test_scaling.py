@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 from scipy.optimize import nnls
 from scipy.stats import binom
 
@@ -21,6 +22,7 @@ from analysis.scaling.fitting import Law, _non_negative, fit
 from analysis.scaling.laws import FULL, REPEATS_LAW, SUM_LAW, Estimate, estimate, forms_of
 from analysis.scaling.samples import Sample, read_points, samples_of
 from analysis.scaling.study import study
+from finetune.looks import looks, set_log_ticks
 from tests import soak
 from tests.conftest import Capture
 from tests.errors import printed_errors
@@ -354,3 +356,14 @@ def test_points_too_few_for_a_law_are_named_and_drawn(tmp_path: Path, capsys: Ca
     names = {"compute", "size", "data", "sum", "repeats", "allocation", "isoFLOP"}
     assert set(lacking) == names and lacking["allocation"] == "no epochs are known"
     assert (tmp_path / "laws-compute.png").exists() and not list(tmp_path.glob("laws-[sai]*"))
+
+
+@pytest.mark.parametrize("most", [1.1, 3, 30, 1e5])
+def test_labels_of_logarithmic_axes_are_few_and_without_tex(most: float) -> None:
+    with looks():
+        axes = Figure().subplots()
+        axes.set(xscale="log", xlim=(1.5e5, most * 1.5e5))
+        set_log_ticks(axes.xaxis, most=3)
+        texts = [each.get_text() for each in axes.get_xticklabels(which="both")]
+        labels = [text for text in texts if text]
+    assert labels and len({*labels}) == len(labels) <= 10 and "$" not in "".join(labels)

@@ -13,6 +13,7 @@ import pytest
 
 from cluster.cli import main
 from cluster.init import HERE
+from data_prep import __version__
 from tests.cluster.checkouts import has_error, run, stand_in
 from tests.cluster.conftest import STAND_IN
 from tests.ranks import REPOSITORY
@@ -26,14 +27,14 @@ FLOORS = ("data_prep", "pretrain", "finetune", "analysis", "cluster")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built of a copy: setuptools leaves its work beside what it builds."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    for name in (*FLOORS, "configs"):
+    for name in (*FLOORS, "wide_mlps", "configs"):
         shutil.copytree(
             REPOSITORY / name,
             source / name,
             symlinks=True,
             ignore=shutil.ignore_patterns("__pycache__"),
         )
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
     words = [
         "-m",
@@ -103,6 +104,7 @@ def test_the_wheel_requires_one_pil_and_holds_every_config_and_job_script(wheel:
         "analysis/papers/shared.yaml",
         "finetune/export/README.md.jinja",
     }
+    files |= {f"{name}/py.typed" for name in (*FLOORS, "wide_mlps")}
     of_a_checkout = {
         f"cluster/{name}" for name in ("apptainer.def", "Containerfile", "skypilot.yaml")
     }
@@ -112,8 +114,9 @@ def test_the_wheel_requires_one_pil_and_holds_every_config_and_job_script(wheel:
     assert (
         "arxiv.org/abs/2306.13575" in metadata
         and "arxiv.org/abs/2306.01470" in metadata
-        and "License:" not in metadata
+        and "License-Expression: Apache-2.0\n" in metadata
     )
+    assert re.findall(r"^Version: (\S+)", metadata, re.MULTILINE) == [__version__]
 
 
 def test_every_command_of_the_readme_works_there(folder: Path) -> None:

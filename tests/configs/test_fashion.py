@@ -12,8 +12,7 @@ from tests.ranks import REPOSITORY
 
 
 @pytest.fixture
-def fashion(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+def fashion(benchmarks: None) -> ModuleType:
     return importlib.import_module("fashion")
 
 

@@ -26,8 +26,7 @@ Sizes = Callable[[AnySpec], tuple[int, int, int, int]]
 
 
 @pytest.fixture
-def findings(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+def findings(benchmarks: None) -> ModuleType:
     return importlib.import_module("findings")
 
 

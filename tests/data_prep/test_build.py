@@ -5,6 +5,7 @@ silently, one owner of a directory, and one clear line for every mistake.
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import tarfile
@@ -473,6 +474,17 @@ def test_per_class_draws_each_class_alike_and_takes_val_from_train(
     manifest = load_manifest(tmp_path / "rest")
     assert (manifest.classes, manifest.num_written) == (("bee",), 6)
     assert manifest.num_left_out["excluded"] == 4
+
+
+def test_per_class_keeps_equal_files_in_one_split(tmp_path: Path) -> None:
+    source = write_classes(tmp_path / "source", {"ant": 12, "bee": 12})
+    for path in list(source.glob("*/*")):
+        shutil.copy(path, path.with_stem(f"{path.stem}-copy"))
+    words = ("source.val_share=0", "encoding=keep", "per_class={train: 8, val: 4}")
+    for seed in range(3):
+        assert build(source, out := tmp_path / f"{seed}", *words, f"seed={seed}") == 0
+        assert load_manifest(out).num_written == 24
+        assert not _hashes(out / "train-000000.tar") & _hashes(out / "val-000000.tar")
 
 
 @pytest.mark.parametrize("name", ["demos", "demos_second", "demos_third"])

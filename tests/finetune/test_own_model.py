@@ -72,7 +72,7 @@ def code(tmp_path: Path, monkeypatch: Patch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(imported, "_ALLOWED", set())
-    imported.hash_of_package.cache_clear()
+    imported.hash_package.cache_clear()
     yield path
     forget()
 

@@ -311,6 +311,7 @@ def test_an_error_on_the_way_and_ctrl_c_leave_what_was_there(
     assert out.read_text() == "of before" and not list(tmp_path.glob(".tmp-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:unclosed file:ResourceWarning"
 )  # stock webdataset leaves its files to the garbage collector
@@ -327,7 +328,7 @@ def test_the_blocks_of_the_python_page_run(
     )
     assert all(len([line for line in block.splitlines() if line]) <= 10 for block in blocks)
     blocks = [block for block in blocks if not re.search("import light|from light", block)]
-    assert len(blocks) == 9  # tests/pretrain/data/test_other_trainers.py runs the others
+    assert len(blocks) == 8  # tests/pretrain/data/test_other_trainers.py runs the others
     printed = []
     for block in blocks:
         exec(block, {})
@@ -337,9 +338,9 @@ def test_the_blocks_of_the_python_page_run(
         and printed[0].startswith("240 (3, 16, 16) ")
         and "(64, 3, 16, 16)" in printed[0]
     )
-    assert printed[2].startswith("(16, 16, 3) uint8 ") and printed[8].startswith("(2, 24) ")
+    assert printed[2].startswith("(16, 16, 3) uint8 ") and printed[7].endswith("(2, 24)\n")
     row = predict(tmp_path / "out.csv", "runs/mine", "photo.jpg")[0]
-    assert [line.split()[0] for line in printed[7].splitlines()] == [
+    assert [line.split()[0] for line in printed[7].splitlines()[:3]] == [
         row["class"],
         row["class_2"],
         row["class_3"],

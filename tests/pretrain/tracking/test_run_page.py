@@ -56,6 +56,7 @@ def test_the_journal_has_what_a_researcher_looks_for(run_dir: Path) -> None:
     assert params["optimizer.lr"] == 1e-3 and params["num_ranks"] == 2
     assert (
         tags["mlflow.source.git.commit"]
+        and tags["hardware"]
         and "The same command goes on" in tags["mlflow.note.content"]
     )
     assert [event["path"] for event in events(run_dir, "artifact")] == [
