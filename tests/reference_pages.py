@@ -2,9 +2,9 @@
 
 import inspect
 import re
-from importlib.util import find_spec
 from typing import Any
 
+import wide_mlps
 from cluster.schemas import write_schemas
 from pretrain.models.listing import COLUMNS, FAMILIES, list_models
 from tests.settings_page import HEAD, REPOSITORY, command_pages
@@ -45,8 +45,6 @@ def _line(cells: Any) -> str:
 
 def api_page() -> str:
     """Return the signature and docstring of each public name of `wide_mlps`."""
-    import wide_mlps
-
     text = API_HEAD
     for name in wide_mlps.__all__:
         found = getattr(wide_mlps, name)
@@ -70,8 +68,7 @@ def _described(name: str, found: Any) -> str:
 def write_pages() -> None:
     """Write all pages of the reference."""
     FOLDER.mkdir(exist_ok=True)
-    pages = {"index": HEAD, "models": models_page(), **command_pages()}
-    pages["api"] = api_page() if find_spec("wide_mlps") else API_HEAD
+    pages = {"index": HEAD, "models": models_page(), "api": api_page(), **command_pages()}
     for name, text in pages.items():
         (FOLDER / f"{name}.md").write_text(text)
 

@@ -1,7 +1,6 @@
 """Pages of the programs in docs/reference/: commands, options and settings, from parsers and docstrings."""
 
 import argparse
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,7 +74,7 @@ def _program_page(name: str, seen: dict[object, str]) -> str:
             continue
         schema, title = schema_of(verb), f"{name} {word}"
         text += f"\n## {title}\n\n{verb.description or ''}\n\n```sh\n"
-        text += "\n".join(_examples(verb)) + "\n```\n" + _table(options_of(verb))
+        text += "\n".join(_examples(verb)) + "\n```\n" + _options(options_of(verb))
         if schema in seen:
             text += f"\nSettings: the settings of {_link(seen[schema])}.\n"
         elif schema is not None:
@@ -100,35 +99,35 @@ def _settings(settings: list[Explained], seen: dict[object, str], title: str) ->
         sections.setdefault((each.key.rpartition(".")[0], each.kind), []).append(each)
     text = ""
     for (prefix, kind), rows in sections.items():
-        name = f"`{prefix}.*`" + (f", kind {kind}" if kind else "") if prefix else "settings"
-        text += f"\n### {title}: {name}\n\n"
+        name = f"`{prefix}.*`" + f", kind {kind}" * bool(kind) if prefix else "General settings"
+        text += f"\n### {name} {{ #{_anchor(title, prefix or 'settings', kind)}-section }}\n\n"
         before = seen.setdefault(tuple(replace(row, example="", short=()) for row in rows), title)
         if before != title:
             text += f"As in {_link(before)}.\n"
             continue
         text += rows[0].section + "\n"
-        text += "".join(_setting(row, title) for row in rows if not row.key.endswith("kind"))
+        text += "".join(
+            _setting(row, title) for row in rows if row.key.rpartition(".")[2] != "kind"
+        )
     return text
 
 
+def _anchor(title: str, key: str, kind: str) -> str:
+    return "-".join(filter(None, (*title.split()[1:], kind, key)))
+
+
 def _setting(row: Explained, title: str) -> str:
-    anchor = "-".join(filter(None, (*title.split()[1:], row.kind, row.key)))
     facts = [f"Type: {row.type}"]
     facts += ["Required" if row.default is None else f"Default: `{row.default}`"]
     facts += [f"Example: `{row.example}`"] * bool(row.example)
     lines = "\n".join(f"- {fact}" for fact in facts)
-    return f"\n#### `{row.key}` {{ #{anchor} }}\n\n{row.meaning}\n\n{lines}\n"
+    return f"\n#### `{row.key}` {{ #{_anchor(title, row.key, row.kind)} }}\n\n{row.meaning}\n\n{lines}\n"
 
 
-def _table(rows: list[Explained]) -> str:
-    if not rows:
-        return ""
-    lines = ["", "| key | type | default | meaning |", "|---|---|---|---|"]
-    for each in [row for row in rows if row.key.rpartition(".")[2] != "kind"]:
-        default = (
-            "must be given" if each.default is None else f"`{each.default}`" if each.default else ""
-        )
-        cells = (f"`{each.key}`", each.type, default, each.meaning)
-        escaped = (re.sub(r"(`[^`]*`)|\|", lambda found: found[1] or r"\|", cell) for cell in cells)
-        lines.append(f"| {' | '.join(escaped)} |")
-    return "\n".join(lines) + "\n"
+def _options(rows: list[Explained]) -> str:
+    lines = ["\n"]
+    for row in rows:
+        default = "required" if row.default is None else f"default: `{row.default}`"
+        facts = f"{row.type}, {default}" if row.default != "" else row.type
+        lines.append(f"- `{row.key}` ({facts}): {row.meaning}\n")
+    return "".join(lines)
