@@ -143,9 +143,9 @@ def book_part_of_node(submission: Submission, *, gpus: int | None = None) -> Sub
 
 
 def part_of_node(nodes: Iterable[Mapping[str, str]], *, gpus: int) -> tuple[int, int, int]:
-    """Return the GPUs, CPUs and megabytes of one member: `gpus` GPUs and their fraction of the node
-    that has the least for them, or NUM_CPUS CPUs and their fraction of the memory. `nodes`: facts
-    of `scontrol show node`."""
+    """Return the GPUs, CPUs and megabytes of one member. It gets `gpus` GPUs and their fraction of
+    the node that has the least for them, or NUM_CPUS CPUs and their fraction of the memory.
+    `nodes`: facts of `scontrol show node`."""
     known = [node for node in nodes if {"CPUTot", "RealMemory"} <= node.keys()]
     gpus = min(gpus, max((count_gpus(node.get("Gres", "")) for node in known), default=0))
     parts = []

@@ -85,7 +85,7 @@ def texts_of_markdown(source: str) -> Iterator[Text]:
 
 def sentences_of(text: str) -> list[str]:
     """Return the sentences, without lines of tables and of aligned columns."""
-    lines = [line for line in text.splitlines() if not re.search(r"\S {3,}|^\s*\|", line)]
+    lines = [line for line in text.splitlines() if not re.search(r"\S {2,}\S|^\s*\|| \| ", line)]
     plain = re.sub(r"``.*?``|`[^`]*`", "CODE", "\n".join(lines))
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", plain)
     ends = r"(?<=[.!?])[\s)]+|\n\s*\n|\n\s*(?:[-*]|\d+\.)\s|\n\s{4,}(?=\S+: )"

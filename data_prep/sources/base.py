@@ -126,8 +126,8 @@ def move_to_val(
 
     The images of a class are drawn by its name, independent of other classes. A fraction is at
     least one image of two, and none of one. Unlabeled images stay in `train`. `firsts` has the
-    position in `train` of the first image equal to each image: only first images are counted and
-    drawn, and equal images follow the first one.
+    position in `train` of the first image equal to each image. Only first images are counted and
+    drawn, and equal images follow them.
     """
     train = arrangement.splits["train"]
     labels, held = inventory.labels[train], np.zeros(len(train), np.bool_)

@@ -176,8 +176,8 @@ class Store:
         """Register the weights of a `version` event as a version of the model, unless they are one,
         and set the version's tags.
 
-        The version's source is the checkpoint metadata among the files of the run that made the
-        weights, or of `run_id` if that run is not in this database. A server accepts no path of
+        The version's source is the checkpoint metadata of the run that made the weights, or of
+        `run_id` if that run is not in this database. A server accepts no path of
         another machine. The tag `checkpoint` names the directory of the weights. The event
         is skipped if the database can never accept it, for example without a registry.
         """
