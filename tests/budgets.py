@@ -20,7 +20,7 @@ TARGETS = {
 }
 CEILINGS = {
     "data_prep": 440_900,
-    "pretrain": 634_500,
+    "pretrain": 634_600,
     "finetune": 230_000,
     "analysis": 225_000,
     "cluster": 130_000,
