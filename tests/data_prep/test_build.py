@@ -480,7 +480,7 @@ def test_per_class_keeps_equal_files_in_one_split(tmp_path: Path) -> None:
     source = write_classes(tmp_path / "source", {"ant": 12, "bee": 12})
     for path in list(source.glob("*/*")):
         shutil.copy(path, path.with_stem(f"{path.stem}-copy"))
-    words = ("source.val_share=0", "encoding=keep", "per_class={train: 8, val: 4}")
+    words = ("source.val_fraction=0", "encoding=keep", "per_class={train: 8, val: 4}")
     for seed in range(3):
         assert build(source, out := tmp_path / f"{seed}", *words, f"seed={seed}") == 0
         assert load_manifest(out).num_written == 24
