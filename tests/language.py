@@ -20,7 +20,7 @@ CEILINGS = {
     "data_prep": 141,
     "pretrain": 179,
     "finetune": 29,
-    "analysis": 48,
+    "analysis": 0,
     "cluster": 31,
     "benchmarks": 71,
     "tests": 539,
