@@ -1,4 +1,4 @@
-"""Command line of `analysis`. A command checks all that it can before it imports slow libraries."""
+"""Command line of `analysis`. Commands check their options before they import slow libraries."""
 
 import argparse
 from pathlib import Path
@@ -50,7 +50,7 @@ def _add_verbs(verbs: Verbs) -> None:
         "paper",
         _paper,
         out="papers/{paper}",
-        help="draw all figures and tables of a paper on one page, or print their commands",
+        help="draw a page with the figures and tables of a paper, or with their commands",
         epilog="analysis paper mixer --out papers/mixer",
     )
     papers = "MLP-Mixer as a Wide and Sparse MLP, or Scaling MLPs"
@@ -60,7 +60,7 @@ def _add_verbs(verbs: Verbs) -> None:
         "collect",
         _collect,
         out="runs/plans/results",
-        help="write the results of plans as a table, a row per checkpoint and accuracy",
+        help="write a table of the results of plans, one row per checkpoint and accuracy",
         epilog="analysis collect configs/plan/scaling_laws.yaml --out runs/plans/all",
     )
     collect.add_argument("plans", nargs="+", metavar="PLAN.yaml", help="plans whose runs to read")
@@ -74,10 +74,10 @@ def _add_verbs(verbs: Verbs) -> None:
     )
     figure.add_argument("plan", type=Path, metavar="PLAN.yaml", help="plan whose runs to read")
     figure.add_argument(
-        "--kept", type=Path, metavar="SNAPSHOT", help="snapshot of the configs, for SLURM jobs"
+        "--kept", type=Path, metavar="SNAPSHOT", help="snapshot of the configs (for SLURM jobs)"
     )
     figure.add_argument(
-        "--check", action="store_true", help="only check the `figure:`, before the plan is run"
+        "--check", action="store_true", help="only check the `figure:`; read no runs"
     )
     figure.set_defaults(run=_run_figure)
     for verb in (collect, figure, paper):
@@ -93,7 +93,7 @@ def _add_verbs(verbs: Verbs) -> None:
                 "--allow-incomplete", action="store_true", help="skip unfinished runs"
             )
         if verb is not collect:
-            add_points(verb, "--points", help="results of `analysis collect` instead of runs")
+            add_points(verb, "--points", help="read files of `analysis collect` instead of runs")
     for package in (sweeps, scaling, features, matrices, speed):
         package.add_commands(verbs)
     for name in ("cka", "invariance", "spectra", "structure", "filters"):
@@ -101,13 +101,13 @@ def _add_verbs(verbs: Verbs) -> None:
 
 
 def _check_runs(root: Path) -> Path:
-    """Return the folder if it has runs, before matplotlib is imported."""
+    """Return the folder if it has runs. No matplotlib is imported."""
     fix = "give the folder of the runs, such as runs"
     if not root.exists():
         fix = near_path(root) or fix
         raise UserError(str(root), "the folder does not exist", fix, code="missing-path")
     if root.is_file():
-        raise UserError(str(root), "it is a file", fix, code="wrong-command")
+        raise UserError(str(root), "this is a file", fix, code="wrong-command")
     if not any(root.rglob("config.yaml")):
         raise UserError(str(root), "the folder has no runs", fix, code="empty")
     return root

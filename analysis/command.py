@@ -1,5 +1,5 @@
-"""The shape of a command: a function of its options that returns a `Result`, and the options that
-several commands have."""
+"""Add and run commands (functions from options to a `Result`), and add the options that several
+commands have."""
 
 import argparse
 from collections.abc import Callable
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def add_command(
     verbs: Verbs, name: str, make: Callable[[Any], Result], *, out: str = "", **about: str
 ) -> Parser:
-    """Add a command. `out`: the default of --out, with options in braces; `about`: help and epilog
-    of argparse."""
+    """Add a command. `out` is the default of --out, with options in braces; `about` has argparse's
+    help and epilog."""
     command = verbs.add_parser(name, **about)
     command.set_defaults(run=run, make=make, default_out=out or name)
     words = f"name of the files, without an ending (default: {out or name})"
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     if out.suffix in (".png", ".svg", ".pdf", ".json", ".md"):
         problem = f"{out} has an ending, but several files get this name"
         raise UserError("--out", problem, f"give {out.with_suffix('')}", code="bad-value")
-    if not out.parent.is_file():  # a file in place of RUNS is an error of RUNS
+    if not out.parent.is_file():  # otherwise RUNS is a file, and its check has the better message
         check_place(out.absolute().parent, field="--out")
     options.out = out
     result = options.make(options)
@@ -52,12 +52,12 @@ def device_of(name: str | None) -> "torch.device":
     import torch
 
     if name == "cuda" and not torch.cuda.is_available():
-        problem, fix = "torch finds no CUDA device", "leave it out, or give cpu"
+        problem, fix = "torch finds no CUDA device", "remove --device, or give cpu"
         raise UserError("--device", problem, fix, code="missing-device")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def add_points(command: argparse.ArgumentParser, *names: str, **about: Any) -> None:
-    """Add the option or argument `points`: files whose hashes are recorded."""
+    """Add the option or argument `points`: results files, whose hashes are recorded."""
     about = {"help": "files of `analysis collect`", **about}
     command.add_argument(*(names or ("points",)), type=Path, nargs="+", **about)

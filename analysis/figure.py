@@ -25,8 +25,9 @@ class FigureSettings(Settings):
     """A variable is one of VARIABLES or an axis of the plan."""
 
     kind: Literal["sweep", "curves", "scaling", "cka"]
-    """sweep: errors by x; curves: losses during training; scaling: laws; cka: features of the first
-    entry's runs compared with those of the others that have the same values on common axes."""
+    """sweep: errors by x. curves: losses during training. scaling: laws. cka: features of the first
+    entry's runs, compared with runs of the other entries that have the same values on common
+    axes."""
     x: str | None = Field(None, examples=["width"])
     """Variable of a sweep's horizontal axis."""
     hue: Names = Field((), examples=["mixing"])
@@ -43,14 +44,14 @@ def figure_settings(plan: Plan) -> FigureSettings:
     """Return the checked settings. Runs are not read."""
     if plan.figure is None:
         fix = "add one, such as figure: {kind: sweep, x: width, hue: kind}"
-        raise SettingsError(plan.path, "it has no `figure:`", fix, code="missing-value")
+        raise SettingsError(plan.path, "the plan has no `figure:`", fix, code="missing-value")
     settings = validate(FigureSettings, dict(plan.figure))
     if (settings.kind == "sweep") != (settings.x is not None):
-        problem = "it is required for kind sweep and not valid for others"
+        problem = "x is required for kind sweep and not valid for other kinds"
         raise SettingsError("figure.x", problem, "set x: width, for example", code="conflict")
     if settings.accuracy and settings.kind != "curves":
-        problem = "it is only valid for kind curves"
-        raise SettingsError("figure.accuracy", problem, "leave it out", code="conflict")
+        problem = "accuracy is only valid for kind curves"
+        raise SettingsError("figure.accuracy", problem, "remove it", code="conflict")
     members = (member for stage in plan.stages for member in stage.members)
     known = [*VARIABLES, *dict.fromkeys(axis for member in members for axis in member.labels)]
     for name in (*filter(None, [settings.x]), *settings.hue, *settings.facet):
@@ -66,7 +67,7 @@ def figure(plan: Plan, results: pd.DataFrame | None = None, *, partial: bool = F
     if settings.kind == "cka":
         if results is not None:
             problem = "a figure of kind cka reads the weights of runs"
-            raise UserError("--points", problem, "leave it out", code="conflict")
+            raise UserError("--points", problem, "remove --points", code="conflict")
         return _cka(plan, partial=partial)
     if results is None:
         results = results_of_plans([plan], partial=partial)
@@ -74,8 +75,8 @@ def figure(plan: Plan, results: pd.DataFrame | None = None, *, partial: bool = F
     if settings.task is not None:
         results = results[results.task == settings.task]
     if results.empty:
-        fix = f"run it with wide-mlps run {' '.join(plan.words)}"
-        raise SettingsError(plan.path, "none of its runs is finished", fix, code="empty")
+        fix = f"run the plan with wide-mlps run {' '.join(plan.words)}"
+        raise SettingsError(plan.path, "no run of the plan is finished", fix, code="empty")
     if settings.kind == "scaling":
         from analysis.scaling.study import scaling
 
@@ -100,7 +101,7 @@ def _cka(plan: Plan, *, partial: bool) -> Result:
         raise SettingsError(unfinished[0], "the run is not finished", fix, code="unfinished")
     pairs = [pair for pair in _pairs(plan) if not {*pair} & {*unfinished}]
     if not pairs:
-        problem = "it has no finished pair of a run of its first entry and another run"
+        problem = "no run of the first entry forms a finished pair with another run"
         raise SettingsError(plan.path, problem, "run the plan", code="empty")
     from analysis.features.cka import compare_features
     from analysis.features.mixings import Images

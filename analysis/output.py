@@ -1,14 +1,15 @@
-"""What a command of `analysis` returns, and the functions that print and save it.
+"""The result of a command of `analysis`, and functions that print and save it.
 
 `--out NAME` names all files:
 
-NAME.parquet              one row for each number; NAME-results.parquet: a plan's results
+NAME.parquet              one row for each number
+NAME-results.parquet      the results of a plan
 NAME.png, NAME.svg        the figure; NAME-WHICH.png if there are several; image sheets: PNG only
-NAME.md                   the tables, if the command makes a page of them
-NAME.json                 the facts, the sha256 of all inputs, the commit, the names of the other
-                          files; written last, so the result is complete if this file exists
+NAME.md                   a page of tables (some commands)
+NAME.json                 facts, sha256 of all inputs, commit, names of the other files; written
+                          last, so a result with this file is complete
 
-The figures of an earlier result with the same name are removed first.
+`write` first removes the figures of an earlier result with the same name.
 """
 
 import json
@@ -49,13 +50,13 @@ class Result:
     rows: "DataFrame | None" = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     figures: "Mapping[str, Figure | Image]" = field(default_factory=dict)
-    """By the part of the name after NAME; "" for the only figure."""
+    """Figures by WHICH in NAME-WHICH; "" for a single figure."""
     inputs: Sequence[Path | str] = ()
-    """Datasets, runs and checkpoints whose hashes are recorded, besides the option `points`."""
+    """Datasets, runs and checkpoints to hash, in addition to the option `points`."""
     printed: "Sequence[str | DataFrame]" = ()
     """Lines and tables for the console."""
     page: str = ""
-    """Markdown."""
+    """Markdown text."""
     results: "DataFrame | None" = None
     """The results table of a plan's figure, saved as NAME-results.parquet."""
 
@@ -140,7 +141,7 @@ def _write_figure(figure: "Figure | Image", path: Path) -> list[Path]:
         return [sheet]
     files = [path.with_name(f"{path.name}{ending}") for ending in FIGURES]
     for file in files:
-        # matplotlib looks up colors by number and ticks like 10^3 when it saves
+        # matplotlib resolves numbered colors and ticks like 10^3 when it saves
         with looks(), rc_context({"text.parse_math": True}):
             save(figure, file)
     return files
@@ -160,8 +161,8 @@ def draw_band(axes: "Axes", x: Any, low: Any, middle: Any, high: Any, **style: A
 
 
 def hash_of(place: Path | str) -> str:
-    """Return the hash of a file, or of what identifies the content of a dataset, checkpoint or run.
-    URLs, RUN@50epochs and hf-hub:NAME are allowed."""
+    """Return the content hash of a file, dataset, checkpoint or run. URLs, RUN@50epochs and
+    hf-hub:NAME are allowed."""
     path = local_copy(place, storage=None)
     if path.is_file():
         return sha256_of(path)

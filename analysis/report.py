@@ -48,7 +48,7 @@ def report(root: Path) -> Result:
 
 
 def collect(root: Path) -> list[Run]:
-    """Return every run below `root` by task and name. A group stands for its repetitions."""
+    """Return the runs below `root`, sorted by task and name. A group replaces its repetitions."""
     runs = runs_below(root)
     if not runs:
         fix = "give the folder of the runs, such as runs"
@@ -86,7 +86,7 @@ def rows_of(runs: Sequence[Run]) -> pd.DataFrame:
 
 
 def accuracy_words(row: Any) -> str:
-    """Return the accuracy and the deviation over repetitions; "" if it is unknown."""
+    """Return the accuracy with the deviation over repetitions, or "" if unknown."""
     if math.isnan(row.top1):
         return ""
     spread = "" if math.isnan(row.top1_std) else f" ± {100 * row.top1_std:.1f}"
@@ -94,8 +94,8 @@ def accuracy_words(row: Any) -> str:
 
 
 def draw(runs: Sequence[Run], rows: pd.DataFrame) -> Figure:
-    """Draw images of every dataset; below them the curves of the pretraining runs and the
-    accuracies of all other runs. Evaluations have no bar if there are other runs."""
+    """Draw images of every dataset, then curves of pretraining runs and accuracies of other runs.
+    Evaluations have bars only if all runs are evaluations."""
     datasets = sorted({run.dataset for run in runs if run.manifest})
     trained = [run for run in runs if run.task == "pretrain"]
     bars = rows[rows.top1.notna() & ~rows.task.isin(["pretrain", "evaluate"])]
@@ -123,8 +123,8 @@ def draw(runs: Sequence[Run], rows: pd.DataFrame) -> Figure:
 
 
 def draw_curves(runs: Sequence[Run], loss: Axes, accuracy: Axes) -> None:
-    """Draw the curves, and dotted the loss and accuracy of guessing. Unequal classes add the class
-    mean and the largest class."""
+    """Draw the curves, and dotted lines for the loss and accuracy of guessing. Unequal classes add
+    the class mean and the largest class."""
     for number, run in enumerate(runs):
         color = f"C{number}"
         style: dict[str, Any] = {"color": color, "label": legible(run.name)}
@@ -174,7 +174,7 @@ def draw_accuracies(rows: pd.DataFrame, axes: Axes) -> None:
 
 
 def _legend(splits: set[str], are_unequal: bool, mean: str) -> str:
-    """Return the splits and the meaning of the marks. `mean`: the mark of the class mean."""
+    """Return the splits and an explanation of the marks. `mean`: the mark of the class mean."""
     words = " or ".join(sorted(splits - {NOT_STATED} or splits)) or "held-out images"
     if are_unequal:
         return f"{words}\n(dotted: chance, dashed: largest class, {mean}: class mean)"
@@ -182,7 +182,7 @@ def _legend(splits: set[str], are_unequal: bool, mean: str) -> str:
 
 
 def first_images(directory: Path, *, count: int) -> NDArray[np.uint8]:
-    """Return the first images of the first training shard, side by side, as the model gets them."""
+    """Return the first images of the first training shard side by side, at the image size."""
     manifest = load_manifest(directory)
     split = manifest.splits.get("train") or next(iter(manifest.splits.values()))
     shard, size = split.shards[0], manifest.image_size

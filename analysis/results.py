@@ -1,8 +1,8 @@
-"""The results table: one row for each accuracy of a finished run, for every figure, table and fit.
+"""The results table, for figures, tables and fits: one row for each accuracy of a finished run.
 
-A pretraining has a row for its end and for each checkpoint of `checkpoint.milestones`. Probes,
-k-NN, tunings and evaluations have a row each, next to the weights that they used. Unknown values
-are null. No torch is imported.
+A pretraining has a row for its end and for each checkpoint of `checkpoint.milestones`. A probe,
+k-NN, tuning or evaluation has a row that also describes its weights. Unknown values are null. No
+torch is imported.
 """
 
 import json
@@ -20,7 +20,7 @@ from finetune.runs import NOT_STATED, read_run, runs_below
 COLUMNS = {
     "plan": "name of the plan file",
     "stage": "section of the plan",
-    "member": "number in that section",
+    "member": "number of the run in the section",
     "labels": 'JSON of the plan\'s axes for this run and its weights, {"model.width": "64"}',
     "run": "directory of the run",
     "began_ms": "start of the run, as a Unix time",
@@ -29,7 +29,7 @@ COLUMNS = {
     "task": "pretrain, scratch (by `finetune tune`), probe, knn, tune or evaluate",
     "method": "scratch, tune, probe, knn, tta (a tuned model with views) or null",
     "recipe": "hash of all settings that change what is learned, except seeds and folds",
-    "family": "hash of all these settings except the sizes of model and data and the length",
+    "family": "hash of the recipe without the length and the sizes of model and data",
     "repetition": "seeds and folds of the run and its weights",
     "fold": "fold of the training split, if only one was used",
     "weights": "run that pretrained the weights, or the folder of imported weights",
@@ -58,18 +58,18 @@ COLUMNS = {
     "block_parameters": "P without stem and head",
     "multiply_adds": "MACs of one image, forward",
     "seed": "seed of the pretraining",
-    "own_seed": "seed of the training on top of it",
-    "optimizer": "of the pretraining, as the next three",
-    "lr": "learning rate",
-    "weight_decay": "weight decay",
-    "global_batch_size": "images per step",
+    "own_seed": "seed of the training after it",
+    "optimizer": "optimizer of the pretraining",
+    "lr": "learning rate of the pretraining",
+    "weight_decay": "weight decay of the pretraining",
+    "global_batch_size": "images per step of the pretraining",
     "augmented": "true if the pretraining used crop, flip, auto-augment, erasing or mixing",
-    "own_augmented": "the same for the training on top of it, or the views of a probe",
+    "own_augmented": "the same for the training after it; for a probe, true with views",
     "num_views": "augmented views of an evaluation or probe",
     "neighbors": "k of k-NN",
     "target": "dataset of the accuracy",
-    "benchmark": "its public name, such as cifar10",
-    "target_hash": "hash of its content",
+    "benchmark": "public name of this dataset, such as cifar10",
+    "target_hash": "content hash of this dataset",
     "split": "split of the accuracy",
     "num_test": "images in that split",
     "error": "1 - top-1",
@@ -77,11 +77,11 @@ COLUMNS = {
     "loss": "evaluation loss",
     "train_loss": "mean training loss of the last tenth of the event log",
     "images_per_s": "throughput",
-    "train_epochs": "training curve, at most 200 means",
-    "train_losses": "its losses",
-    "test_epochs": "evaluation curve",
-    "test_losses": "its losses",
-    "test_errors": "its errors",
+    "train_epochs": "training curve in epochs, at most 200 means",
+    "train_losses": "losses of the training curve",
+    "test_epochs": "evaluation curve, in epochs",
+    "test_losses": "losses of the evaluation curve",
+    "test_errors": "errors of the evaluation curve",
 }
 VARIABLES = (
     *("width", "hidden_width", "density", "channels", "tokens", "log_cs", "log2_omega", "gamma"),
@@ -98,20 +98,20 @@ VARIABLES = (
     ),
     *("task", "target", "neighbors"),
 )
-"""Variables that figures distinguish results by, besides the axes of their plan: columns, and
-log_cs = ln(C / S), log2_omega rounded, mixing = normal or RP."""
+"""Variables of figures, in addition to the axes of their plan. Not columns: log_cs = ln(C / S),
+log2_omega (rounded), mixing (normal or RP)."""
 STAGES = ("pretrain", "probe", "knn", "tune", "evaluate")
 """Kinds of work that end with an accuracy."""
 
 
 def as_frame(rows: Sequence[dict[str, Any]] | pd.DataFrame) -> pd.DataFrame:
-    """Return a results table with all columns, and NaN instead of None in empty ones."""
+    """Return a results table with all columns. Empty columns have NaN instead of None."""
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
     return frame.astype({name: float for name in frame if frame[name].isna().all()})
 
 
 def read_results(paths: Iterable[Path]) -> pd.DataFrame:
-    """Read files that `analysis collect` has written. Missing columns are null."""
+    """Read files of `analysis collect`. Missing columns are null."""
     frames = []
     for path in paths:
         fix = "write it with `analysis collect PLAN --out FILE.parquet`"
@@ -136,7 +136,7 @@ def _check_top1(results: pd.DataFrame) -> None:
     is_evaluated = results.split.notna() & (results.split != NOT_STATED)
     lacking = results[results.error.isna() & is_evaluated]
     if len(lacking):
-        problem = f"{len(lacking):,} results have no top-1, such as this one"
+        problem = f"the run has no top-1 ({len(lacking):,} results in total)"
         raise UserError(lacking.run.iloc[0], problem, "run it again", code="missing-value")
 
 
@@ -150,7 +150,7 @@ def results_of_plans(plans: Sequence[Plan], *, partial: bool = False) -> pd.Data
     """Return the results of all members. Unfinished members are an error without `partial`."""
     names = ", ".join(plan.name for plan in plans)
     if len({plan.name for plan in plans}) < len(plans):
-        fix = "leave out one of them"
+        fix = "remove one of them"
         raise SettingsError(names, "two plans have the same name", fix, code="conflict")
     rows, unfinished = list[dict[str, Any]](), list[str]()
     for plan in plans:
@@ -166,7 +166,7 @@ def results_of_plans(plans: Sequence[Plan], *, partial: bool = False) -> pd.Data
                 for repeat in run.result["runs"] if run.is_group else ["."]:
                     repeated = read_run(run.directory / repeat)
                     for row in rows_of_run(repeated):
-                        # a run that began before its axis had a name has no label of its own
+                        # runs older than the names of axes have no labels
                         labels = json.loads(row["labels"]) | dict(member.labels)
                         rows.append(row | about | {"labels": json.dumps(labels)})
     if unfinished and not partial:
@@ -175,7 +175,7 @@ def results_of_plans(plans: Sequence[Plan], *, partial: bool = False) -> pd.Data
         fix = "finish the plan, or give --allow-incomplete"
         raise SettingsError(names, problem, fix, code="unfinished")
     if not rows:
-        raise SettingsError(names, "no member is finished", "run the plan first", code="empty")
+        raise SettingsError(names, "no run is finished", "run the plan first", code="empty")
     results = as_frame(rows)
     _check_top1(results)
     return results

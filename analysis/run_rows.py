@@ -1,5 +1,5 @@
-"""The rows of the results table that one finished run has; `analysis.results.COLUMNS` explains the
-columns. No torch is imported."""
+"""Rows of one finished run in the results table (columns: `analysis.results.COLUMNS`). No torch is
+imported."""
 
 import hashlib
 import json
@@ -35,13 +35,13 @@ APART = (
     *("tracking", "ranks", "peak_teraflops", "num_ranks", "local_batch_size", "feature_batch_size"),
 )
 """Settings that are not part of a recipe. The recipe of the weights and the content hash of the
-dataset stand for the paths."""
+dataset replace the paths."""
 SCALED = (
     *("train.duration", "schedule.cooldown", "model.preset", "model.depth", "model.width"),
     *("model.num_channels", "model.num_tokens", "model.patch_size", "model.density"),
     *("model.token_hidden", "model.channel_hidden"),
 )
-"""Settings in which the runs of one scaling law differ, besides their dataset."""
+"""Settings in which the runs of one scaling law differ, in addition to the dataset."""
 AUGMENTATIONS = (
     *("crop_scale", "crop_padding", "flip_probability", "auto_augment", "erase_probability"),
     *("mixup_alpha", "cutmix_alpha"),
@@ -55,7 +55,7 @@ _run_at, _card_in = lru_cache(maxsize=1024)(run_of), lru_cache(maxsize=1024)(car
 
 
 def rows_of_run(run: Run) -> list[dict[str, Any]]:
-    """Return a row for each accuracy of a finished run. Groups of repetitions have none."""
+    """Return a row for each accuracy of a finished run. Groups of repetitions have no rows."""
     if run.is_group or not run.result:
         return []
     chain = [run]
@@ -86,7 +86,7 @@ def rows_of_run(run: Run) -> list[dict[str, Any]]:
 
 
 def _about(run: Run, chain: Sequence[Run]) -> dict[str, Any]:
-    """Return what a run's own settings and its parents say."""
+    """Return the columns that follow from the settings of the run and its parents."""
     trained = next((each for each in chain if each.task == "tune"), run)
     manifest = run.manifest
     split = manifest.splits.get(run.split) if manifest else None
@@ -139,7 +139,7 @@ def _hash(values: Sequence[Any]) -> str:
 
 
 def _start(run: Run, chain: Sequence[Run]) -> str:
-    """Return the trainings before this one, the last one first: "cifar10, of imagenet21k for 400
+    """Return the earlier trainings, the last one first: "cifar10, of imagenet21k for 400
     epochs"."""
     parts = []
     for below, each in pairwise(chain):
@@ -151,7 +151,7 @@ def _start(run: Run, chain: Sequence[Run]) -> str:
             is_own = run.task == "evaluate" and below is run and _benchmark(each) == _benchmark(run)
             parts += [] if is_own else [_benchmark(each)]
     first = chain[-1]
-    if first.record.parents:  # weights of others, or of a run that is gone
+    if first.record.parents:  # imported weights, or weights of a deleted run
         origin = next((each.tags["origin"] for each in chain if each.tags.get("origin")), "")
         public = PUBLIC.search(origin)
         if first.record.parents[0].record is not None or not origin:
@@ -177,8 +177,7 @@ def is_augmented(run: Run) -> bool:
 
 
 def _rows_of_training(run: Run, row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each kept checkpoint that the event log has an evaluation of, and one for
-    the end."""
+    """Return a row for each milestone with an evaluation in the event log, and one for the end."""
     row["weights"] = str(run.directory)
     last, rows = int(run.result.get("step", 0)), []
     _, losses, accuracies = (dict(zip(*curve, strict=True)) for curve in run.curves(*CURVES))
@@ -223,7 +222,7 @@ def _about_training(run: Run, step: int) -> dict[str, Any]:
 
 
 def model_words(spec: AnySpec) -> str:
-    """Return the label, and each other setting that is not the default."""
+    """Return the label and the settings that differ from the default but not in the label."""
     fields = {
         name: field.default
         for name, field in type(spec).model_fields.items()
@@ -303,5 +302,5 @@ def _load_data(data: str) -> TrainingData | None:
     try:
         return load_training_data(validate(DataSettings, json.loads(data)))
     except (DatasetError, ValueError, OSError) as problem:
-        print(f"{problem} Its epochs and curves are unknown.", file=sys.stderr)
+        print(f"{problem} The table has no epochs and curves for it.", file=sys.stderr)
         return None

@@ -1,10 +1,9 @@
-"""What a checkpoint costs training: the steps that it stalls, and how much slower steps are while
-it is being written.
+"""Cost of a checkpoint for training: the stall, and the slower steps during the write.
 
     .venv/bin/python benchmarks/checkpoint.py [--quick]
 
-One rank, ZeRO 1, AdamW. Each round: steps alone; then a checkpoint handed to the writer (the stall)
-and steps until it is on disk, in a temporary directory.
+One rank, ZeRO 1, AdamW. Each round first times steps without a checkpoint. Then the writer takes a
+checkpoint (the stall), and steps continue until it is on disk, in a temporary directory.
 """
 
 import os

@@ -1,13 +1,13 @@
-"""Test accuracy on Fashion-MNIST: an MLP and a Mixer of ours, and three peers on the same images.
+"""Test accuracy on Fashion-MNIST: our MLP and Mixer, and three peers on the same images.
 
     .venv/bin/python benchmarks/fashion.py         trains, writes RESULTS, prints README's table, draws its figure
     .venv/bin/python benchmarks/fashion.py --draw  only prints and draws RESULTS
     .venv/bin/python benchmarks/fashion.py --tune  prints accuracies of the peers' settings on a tenth of train
 
-The peers are scikit-learn's logistic regression and gradient boosting (on means of 2 x 2 pixels),
-and a small convolutional network with the epochs, batches and augmentation of ours. Each training
-is a process with one thread, and two run at a time. Minutes are CPU time of the complete process.
-You can interrupt the command and rerun it; unfinished trainings begin again.
+The peers are scikit-learn's logistic regression and gradient boosting (on means of 2 x 2 pixels).
+The third peer is a small convolutional network with our epochs, batches and augmentation. Each
+training is a process with one thread; two run at a time. Minutes are CPU time of the complete
+process. You can interrupt the command and rerun it. Unfinished trainings begin again.
 """
 
 import json
@@ -52,7 +52,7 @@ Split = tuple[Tensor, Tensor]
 
 
 def read_split(split: str, dataset: str) -> Split:
-    """Return images (one of their three equal channels) and labels."""
+    """Return images (one of three equal channels) and labels."""
     reader = open_split(dataset, load_manifest(Path(dataset)), split)
     images = reader.images(np.arange(reader.num_samples))[:, None, :, :, 0]
     return images.float() / 255, torch.from_numpy(reader.labels).long()
@@ -114,8 +114,8 @@ def fit(name: str, setting: float, seed: int, dataset: str, split: str) -> Mappi
 
 
 def run_all(commands: Mapping[str, Sequence[str]], kept: Path) -> dict[str, dict[str, Any]]:
-    """Run the commands that have no line in `kept`, two at a time. Return the minutes of CPU time
-    of each, and what a peer prints."""
+    """Run the commands without a line in `kept`, two at a time. Return CPU minutes of each command
+    and the output of peers."""
     kept.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     done = {row["name"]: row for row in rows}
@@ -127,7 +127,7 @@ def run_all(commands: Mapping[str, Sequence[str]], kept: Path) -> dict[str, dict
             name = left.pop(0)
             shutil.rmtree(
                 RUNS / name, ignore_errors=True
-            )  # a part of it would have too few minutes
+            )  # a resumed run would have too few minutes
             output = subprocess.PIPE if commands[name][0] == __file__ else None
             words = [sys.executable, *commands[name]]
             child = subprocess.Popen(words, env=environment, stdout=output, text=True)
@@ -138,7 +138,7 @@ def run_all(commands: Mapping[str, Sequence[str]], kept: Path) -> dict[str, dict
         if status != 0:
             for _, other in running.values():
                 other.terminate()
-            sys.exit(f"{name} failed; its error is above")
+            sys.exit(f"{name}: training failed. Read the error above.")
         row = {"name": name, "minutes": (usage.ru_utime + usage.ru_stime) / 60}
         row |= json.load(child.stdout) if child.stdout else {}
         print(json.dumps(row), flush=True)
@@ -152,7 +152,7 @@ def command_of(name: str, setting: float, seed: int, dataset: str, split: str) -
 
 
 def train() -> None:
-    """Train what has no result, and write RESULTS."""
+    """Train all models without a result, and write RESULTS."""
     subprocess.run([sys.executable, "-m", "data_prep", "build", BUILD], check=True)
     (members,) = (stage.members for stage in load_checked(PLAN).stages if stage.name == "pretrain")
     ours = {

@@ -1,4 +1,4 @@
-"""The claims of docs/findings.md, decided by their rules from tests/analysis/points/findings_*.
+"""Decide the claims of docs/findings.md by their rules, from tests/analysis/points/findings_*.
 
     .venv/bin/python benchmarks/findings.py                   prints the result of each claim as Markdown
     .venv/bin/python benchmarks/findings.py baseline DATASET  fits logistic regression on a dataset
@@ -36,8 +36,7 @@ WORDS = {True: "yes", False: "no"}
 
 
 def baseline(dataset: str) -> tuple[float, float]:
-    """Return the C that is best on `val`, and its test error, of logistic regression on gray
-    pixels."""
+    """Return the best C on `val` of logistic regression on gray pixels, and its test error."""
     train, val, test = (
         (images.flatten(1).numpy(), labels.numpy())
         for images, labels in (read_split(split, dataset) for split in ("train", "val", "test"))
@@ -51,7 +50,7 @@ def baseline(dataset: str) -> tuple[float, float]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean and the ends of its t-interval."""
+    """Return the mean and the ends of the t-interval."""
     ends = stats.ttest_1samp(values, 0).confidence_interval(0.95)
     return float(np.mean(values)), float(ends.low), float(ends.high)
 
@@ -63,7 +62,7 @@ def with_interval(values: Sequence[float], sign: str = "") -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A one-sided t-test over seeds: the mean of `values` is above `bound`, or below it."""
+    """A one-sided t-test over seeds: the mean of `values` is above or below `bound`."""
 
     rule: str
     words: str
@@ -151,7 +150,7 @@ def locality(results: pd.DataFrame) -> list[str]:
     )
     conclusion = conclude(
         {
-            "Width alone does not explain the Mixer's error.": outcomes["2"] == {"yes"},
+            "Width by itself does not explain the Mixer's error.": outcomes["2"] == {"yes"},
             "Locality does not explain the Mixer's error.": outcomes["2"] == {"equal"},
             "Permuted pixels help the Mixer.": outcomes["2"] == {"reversed"},
             "Width helps without locality.": outcomes["5"] == {"yes"},
@@ -183,7 +182,7 @@ def width(results: pd.DataFrame) -> list[str]:
     )
     if errors.shape != (7, 10) or errors.isna().any(axis=None):
         sys.exit(
-            "width: the table has not 7 shapes x 2 mixings x 5 seeds. Run `make findings CLAIM=width`."
+            "width: the table needs 7 shapes x 2 mixings x 5 seeds. Run `make findings CLAIM=width`."
         )
     shapes = [
         [

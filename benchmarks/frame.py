@@ -1,8 +1,8 @@
-"""The frame of every benchmark: `--quick`, rounds taken in turn, tables of medians and ratios, the
-peers' environment, and the machine.
+"""Common code of all benchmarks: `--quick`, rounds, tables of medians and ratios, the environment
+of peers, and the machine.
 
-A benchmark measures all its contestants in one run, one round after the other, because a shared
-machine drifts. The result is the ratio within a round, and its median over the rounds.
+A benchmark measures all contestants in every round, because the speed of a shared machine drifts.
+The result is the median over rounds of the ratio within a round.
 """
 
 import argparse
@@ -37,7 +37,7 @@ PEERS = (
     "webdataset==1.0.2",
 )
 FFCV = "ffcv==1.0.2"
-"""Is compiled, and may fail: apt-get install libturbojpeg0-dev libopencv-dev pkg-config."""
+"""Needs a compiler and libraries: apt-get install libturbojpeg0-dev libopencv-dev pkg-config."""
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="smallest sizes, to check that it runs: ignore its figures",
+        help="smallest sizes, to check that it runs: the figures mean nothing",
     )
 
 
@@ -63,8 +63,8 @@ def sized(options: argparse.Namespace, *, full: T, quick: T, dry: T) -> T:
 
 
 def peer_python() -> Path:
-    """Return an interpreter with the peers. The first call makes benchmarks/.venv. A peer whose
-    package could not be installed fails later, and loses its row."""
+    """Return an interpreter with the peers. The first call makes benchmarks/.venv. A peer without
+    its package fails later and loses its row."""
     environment = HERE / ".venv"
     python, record = environment / "bin" / "python", environment / "packages.txt"
     wanted = "\n".join((*PEERS, FFCV))
@@ -73,7 +73,7 @@ def peer_python() -> Path:
         install = [*uv, "--no-config", "pip", "install", "--python", str(python)]
         subprocess.run([*uv, "venv", "--clear", str(environment)], check=True)
         if subprocess.run([*install, *PEERS], check=False).returncode:
-            for peer in PEERS:  # one of them is not available
+            for peer in PEERS:  # at least one is not available
                 subprocess.run([*install, peer], check=False)
         subprocess.run([*install, FFCV], check=False)
         record.write_text(wanted)
@@ -99,7 +99,7 @@ def rates(
             except PeerError as failure:
                 if name not in peers:
                     raise
-                print(f"{name}: no row, since it failed: {failure}", flush=True)
+                print(f"{name}: the peer failed and gets no row: {failure}", flush=True)
                 del found[name]
                 continue
             units, took_s = done if isinstance(done, tuple) else (done, clock() - began_s)
@@ -109,7 +109,7 @@ def rates(
 
 
 def ratio(found: Rates, name: str, against: str) -> float:
-    """Return the median over the rounds of the ratio within a round."""
+    """Return the median over rounds of the ratio within a round."""
     return statistics.median(a / b for a, b in zip(found[name], found[against], strict=True))
 
 
@@ -120,7 +120,7 @@ def ratios(found: Rates, name: str, against: Iterable[str]) -> str:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows of text and the place of the measurement."""
+    """Print rows of text, the machine, the commit and the load."""
     table = Table(title=title, title_justify="left", box=None, header_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
@@ -166,8 +166,8 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """Return the commit; a copy that is no checkout has it in COMMIT. Changes of the page that
-    figures are written into do not count."""
+    """Return the commit. A copy without git sets COMMIT. Changes to docs/measured.md do not count,
+    because benchmarks write to it."""
     if os.environ.get("COMMIT"):
         return os.environ["COMMIT"]
 

@@ -1,12 +1,12 @@
-"""Measure on the GPUs of this machine what is claimed of GPUs, and write the table in docs/measured.md.
+"""Check the claims about GPUs on this machine, and write the table in docs/measured.md.
 
     .venv/bin/python benchmarks/gpu.py [--only step data 'run-*']   groups or globs of parts
     .venv/bin/python benchmarks/gpu.py --only make-64 run-b12 run-b6       section 4.5 of Scaling MLPs
-    .venv/bin/python benchmarks/gpu.py --quick              a dry run at small sizes, also on a CPU; its table goes next to --out
+    .venv/bin/python benchmarks/gpu.py --quick              a dry run at small sizes, also on a CPU; writes its table next to --out
     .venv/bin/python benchmarks/gpu.py --table FOUND ...    the table of several calls (benchmarks/gpu/call.sh)
 
-Each part is a command with a time limit. A part that fails is named in the table and does not stop
-the others; the exit status is then 1. Figures are written to `--out` after each part.
+Each part is a command with a time limit. The table names failed parts. They do not stop the others,
+but the exit status is 1. Each part writes its figures to `--out`.
 """
 
 import argparse
@@ -35,11 +35,11 @@ class Part:
     name: str
     limit_s: int
     words: tuple[str, ...]
-    """The command, for python."""
+    """Arguments of python."""
 
 
 def parts(*, quick: bool, num_gpus: int) -> list[Part]:
-    """Return all parts, the most important first. `quick` has the same commands at small sizes."""
+    """Return all parts, most important first. `quick` has the same commands at small sizes."""
     return [*_steps(quick), *_data(quick, num_ranks=num_gpus or 2), *_peers(quick)]
 
 
@@ -140,7 +140,7 @@ def _peers(quick: bool) -> list[Part]:
 
 
 def run(part: Part, *, logs: Path, limit_s: float) -> tuple[dict[str, Any] | None, str]:
-    """Return (figures, verdict); no figures if the command failed."""
+    """Return figures (None if the command failed) and a verdict."""
     log, figures = logs / f"{part.name}.log", logs.absolute() / f"{part.name}.json"
     figures.unlink(missing_ok=True)
     run_dir = next((Path(word[8:]) for word in part.words if word.startswith("run_dir=")), None)
@@ -179,7 +179,7 @@ def run(part: Part, *, logs: Path, limit_s: float) -> tuple[dict[str, Any] | Non
 
 
 def figures_of_run(run_dir: Path) -> dict[str, Any]:
-    """Return a run's scores, and its speeds: the median of the readings after the first."""
+    """Return the scores of a run, and the median speeds after the first reading."""
     found = {}
     if (run_dir / "result.json").exists():
         result = json.loads((run_dir / "result.json").read_text())
@@ -198,9 +198,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="a dry run, also on a CPU")
     parser.add_argument("--only", nargs="+", default=["*"], help="groups, or globs of parts")
-    parser.add_argument("--budget-s", type=int, default=3600, help="time for all parts together")
+    parser.add_argument("--budget-s", type=int, default=3600, help="seconds for all parts together")
     parser.add_argument("--out", type=Path, help="the figures (default: found.json or dry.json in runs/gpu-measured)")  # fmt: skip
-    parser.add_argument("--table", type=Path, nargs="+", metavar="FOUND", help="measure nothing; write the table of these")  # fmt: skip
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FOUND", help="only write the table of these figures")  # fmt: skip
     return parser.parse_args()
 
 
@@ -209,14 +209,14 @@ def main() -> int:
     if options.table:
         found = together(options.table)
         if found.get("is_dry_run"):
-            sys.exit(f"--table: {options.table[0]} is of a dry run, whose figures mean nothing")
+            sys.exit(f"--table: {options.table[0]} is from a dry run. Give figures of a real run.")
         write_table(found)
         return 0
     import torch
 
     num_gpus = torch.cuda.device_count()
     if not num_gpus and not options.quick:
-        sys.exit("no GPU is found; --quick is a dry run on the CPU")
+        sys.exit("torch finds no GPU. Give --quick for a dry run on the CPU.")
     os.chdir(HERE.parent)
     found = {
         "machine": re.sub("^NVIDIA ", "", machine()), "torch": torch.__version__, "commit": commit(), "num_gpus": num_gpus,
@@ -241,9 +241,9 @@ def main() -> int:
     print(f"\n{table(found)}")
     into = out.with_suffix(".md") if options.quick else None
     write_table(found, into=into)
-    print(f"written into {into or PAGE}")
+    print(f"written to {into or PAGE}")
     if found["failed"]:
-        print(f"failed: {', '.join(found['failed'])}. Their output is in {logs}.")
+        print(f"failed: {', '.join(found['failed'])}. Read the output in {logs}.")
     return int(bool(found["failed"] or NO_FIGURE in table(found)))
 
 

@@ -1,13 +1,11 @@
-"""Where does the time of a training step go? The real engine at full size, on a resident batch, and
-torch's profile of it.
+"""Profile a training step of the real engine at full size, on a resident batch.
 
     gpu_profile.py [--model mlp_b12_wi1024] [--batch 16384] [--classes 11230] [--stage 1] [--compile]
                    [--augment]
 
-Prints time, images/s, the fraction of the device's measured product rate, the time in which the
-device was idle under the profiler, and the most expensive operations and kernels. `--augment`: a
-stored batch is augmented again in each step, on the same stream. Without a GPU the host's times
-only (choose small sizes).
+Prints time, images/s, and the fraction of the measured FLOP/s of a large product. The profile adds
+idle time of the device and the most expensive operations and kernels. `--augment` augments a stored
+batch in each step, on the same stream. Without a GPU, times are from the host (choose small sizes).
 """
 
 import argparse
@@ -35,7 +33,7 @@ from pretrain.ranks.world import read_world
 
 RECIPE = AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8)
 STEP, PRODUCT = "step", "large product"
-"""Contestants, in images and in FLOPs per second."""
+"""Contestants: images per second, and FLOPs per second."""
 
 
 def synthetic_batch(count: int, size: int, num_classes: int) -> Batch:
@@ -49,7 +47,7 @@ def synthetic_batch(count: int, size: int, num_classes: int) -> Batch:
 
 
 def idle_fraction(intervals: list[tuple[float, float]]) -> float | None:
-    """Return the time from the first start to the last end that no interval covers."""
+    """Return the fraction of time that no interval covers, from the first start to the last end."""
     if not intervals:
         return None
     intervals = sorted(intervals)
@@ -69,8 +67,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--stage", type=int, default=1)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--augment", action="store_true")
-    parser.add_argument("--steps", type=int, default=4, help="under the profiler")
-    parser.add_argument("--rounds", type=int, default=7, help="of 10 steps, without it")
+    parser.add_argument("--steps", type=int, default=4, help="steps under the profiler")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of 10 steps without it")
     return parser.parse_args()
 
 

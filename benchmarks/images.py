@@ -1,4 +1,4 @@
-"""Images that benchmarks read, and the datasets that `data_prep build` makes of them.
+"""Make images for benchmarks, and datasets of these images with `data_prep build`.
 
     .venv/bin/python benchmarks/images.py OUT [--images 98304] [--classes 11230] [--size 64]
 
@@ -43,7 +43,7 @@ def photograph(number: int, height: int, width: int) -> Image.Image:
 def write_file(path: Path, size: int | None, num_names: int) -> None:
     number = int(path.stem)
     shape = (size, size) if size else ((300, 400), (400, 300), (400, 400))[number % 3]
-    photograph(number, *shape).save(path, quality=90)  # JPEG: 4:2:0, as most photographs are
+    photograph(number, *shape).save(path, quality=90)  # JPEG: 4:2:0, like most photographs
     for name in range(1, num_names):
         os.link(path, path.with_stem(f"{path.stem}-{name}"))
 
@@ -57,8 +57,8 @@ def image_files(
     num_classes: int = 10,
     num_names: int = 1,
 ) -> Path:
-    """Write images into class folders, each under `num_names` names. Without a size they are of
-    about 400 pixels."""
+    """Write images to class folders, each under `num_names` names. Without a size, images have
+    about 400 pixels per side."""
     if not folder.exists():
         temporary = folder.with_suffix(".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -75,7 +75,7 @@ def image_files(
 def folder_dataset(
     out: Path, count: int, *, size: int, suffix: str = ".ppm", num_classes: int = 10
 ) -> Path:
-    """Build a dataset of training images only: raw pixels, or JPEG files whose bytes are kept."""
+    """Build a dataset of training images only, with raw pixels or the original JPEG bytes."""
     files = image_files(
         Path(f"{out}-files"), count, size=size, suffix=suffix, num_classes=num_classes
     )

@@ -1,11 +1,11 @@
-"""What a listing of ImageNet-21k's size costs: 14 million inputs in 20,000 containers, simulated,
-through `data_prep build`'s own plan (inventory on disk, classes, validation split, shuffled order,
-shards). Nothing is read but names.
+"""Cost of listing 14 million simulated inputs in 20,000 containers, the size of ImageNet-21k.
+
+The benchmark runs the plan of `data_prep build`: inventory on disk, classes, validation split,
+shuffled order, shards. It reads only names.
 
     python benchmarks/listing.py [--quick]
 
-Prints time and peak memory for n and for 10 n inputs: what grows is the columns, and those lie on
-disk.
+Prints time and peak memory for n and 10 n inputs. Only the columns grow, and they are on disk.
 """
 
 import resource
@@ -33,7 +33,7 @@ PER_CONTAINER = 700
 
 
 class Simulated(Source):
-    """Synset tars that are only said to be there."""
+    """A source of synset tars that do not exist."""
 
     def __init__(self, num_containers: int):
         self.num_containers = num_containers
@@ -59,11 +59,11 @@ class Simulated(Source):
         return move_to_val(inventory, by_container(inventory), seed=0, per_class=50)
 
     def read(self, entry: Entry) -> bytes:  # noqa: ARG002
-        raise AssertionError("nothing is read here")
+        raise AssertionError("this benchmark reads no images")
 
 
 def plan(num_inputs: int) -> None:
-    """Lists and plans in this process, and prints what it took."""
+    """List and plan in this process, and print time and memory."""
     out = DATA / f"listing-{num_inputs}"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)

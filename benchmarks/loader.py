@@ -1,18 +1,17 @@
-"""How fast do shards become batches? Compared with other loaders, a plain copy in memory, and
-libjpeg-turbo's decode.
+"""Loader throughput, compared with other loaders, a plain copy in memory, and libjpeg-turbo.
 
     .venv/bin/python benchmarks/loader.py [--quick | --dry-run]
 
-Everything is shuffled, delivered as torch tensors, warm in the page cache, on all cores. Nobody
-hashes data: data.verify_hashes=never, and its cost is a row of benchmarks/train.py. Every contestant is a
-process of its own (ours.py, peers.py) that runs complete passes in turn. The clock includes what its
-design starts anew for a pass.
-  raw     64 px, uint8 batches of 1,024; the limit copies random rows of the same bytes in memory into one buffer
-  recipe  the same images: random resized crop (0.4 to 1), flip, MixUp 0.8, normalized, as float32 batches of 1,024
-  jpeg    224 px, 4:2:0, quality 90, to uint8 batches of 256; the limit decodes the same bytes in memory
+All data is shuffled, in the page cache, and delivered as torch tensors on all cores. No contestant
+hashes data (data.verify_hashes=never); benchmarks/train.py has a row with hashes. Each contestant is
+a separate process (ours.py, peers.py) that runs complete passes in turn. Times include everything
+that the design of a contestant restarts for a pass.
+  raw      64 px, uint8 batches of 1,024; the limit copies random rows of the same bytes in memory to one buffer
+  recipe   the same images with random resized crop (0.4 to 1), flip, MixUp 0.8, as normalized float32 batches
+  jpeg     224 px, 4:2:0, quality 90, to uint8 batches of 256; the limit decodes the same bytes in memory
 The raw table also prints the private memory (RssAnon) of our process over one epoch.
-benchmarks/gpu.py measures the input of GPUs. Slow loaders take part in `raw` with fewer images, and
-everybody does in `recipe`. A peer that cannot be installed, or fails, has no row.
+benchmarks/gpu.py measures the input of GPUs. Slow loaders get fewer images in `raw`, and all loaders
+do in `recipe`. Failed and missing peers have no row.
 """
 
 import argparse
@@ -43,7 +42,7 @@ def server(name: str) -> Server:
 
 
 def write_for(peer: str, task: Task) -> None:
-    """Write the dataset in the peer's own format, if it has one and the files do not exist."""
+    """Write the dataset in the peer's format, if it has a format and the files do not exist."""
     out = task.written_by(peer)
     if peer in ("FFCV", "MosaicML streaming", "litdata") and not out.exists():
         temporary = out.with_name(f"{out.name}.tmp")
@@ -54,7 +53,7 @@ def write_for(peer: str, task: Task) -> None:
 
 
 class Contestant:
-    """One loader on one task. Its first call checks a pass; later ones are measured."""
+    """One loader on one task. The first call checks a pass; later calls measure."""
 
     def __init__(self, name: str, task: Task, server: Server, *, seconds: float):
         self.name, self.task, self.server, self.seconds = name, task, server, seconds
@@ -72,7 +71,7 @@ class Contestant:
 
 
 def tasks(options: argparse.Namespace) -> dict[str, tuple[Task, Task]]:
-    """Return kind -> (task, task of the slow loaders)."""
+    """Return (task, task of the slow loaders) by kind."""
     num_raw, num_jpeg = (1024, 256) if options.dry_run else (40_960, 8_192)
     batch, jpeg_batch = (64, 32) if options.dry_run else (1024, 256)
     num_few = min(num_raw, sized(options, full=4, quick=2, dry=1) * 1024 * CORES)

@@ -1,21 +1,22 @@
-"""How near to the matrix products alone is a model's forward and backward pass, and to the obvious
-code, and to timm's?
+"""Forward and backward passes, compared with bare matrix products, plain code, and timm.
 
     .venv/bin/python benchmarks/models.py [--quick] [--only mixer_b_w,...] [--batch N]
-                                          [--compile whole|blocks|no] [--rounds N] [--cpu-time]
+                                          [--compile MODE] [--rounds N] [--cpu-time]
 
-Contestants, each a complete step (forward, backward to all weights, none to the images) on one
-batch, in fp32 on a CPU and in bf16 on a GPU:
-  products     the same matrix products on tensors made beforehand, nothing between them
-  products, 8  the same with every size filled up to a multiple of 8, as in pretrain/models/layers/linear.py
-  plain        the paper's formula as one would first write it, eager (models_peers.py)
-  ours         eager, and compiled
-  normal       an RP model without its permutations, eager and compiled
-  timm         timm's MlpMixer of the same shapes, if it has them, eager and compiled
-Compiled is the complete model, or (--compile blocks, the default on a CPU, where compiling is slow)
-each block by itself: equal blocks then share one graph. `kept` are the bytes that a forward pass
-keeps for the backward pass, without weights and images. --cpu-time counts CPU seconds of one thread
-instead of wall time: the only fair clock if others use the same cores.
+Each contestant takes a step on one batch: forward, and backward to all weights but not to the
+images. It runs in fp32 on a CPU and in bf16 on a GPU.
+
+  products      the same matrix products on prepared tensors, without other operations
+  products, 8   the same with every size padded to a multiple of 8, as in pretrain/models/layers/linear.py
+  plain         a direct translation of the paper's formula, eager (models_peers.py)
+  ours          eager, and compiled
+  normal        an RP model without its permutations, eager and compiled
+  timm          timm's MlpMixer of the same shapes (if possible), eager and compiled
+
+`--compile blocks`, the default on a CPU, compiles each block separately, because compiling is slow
+and equal blocks share one graph. `kept` counts the bytes that a forward pass keeps for the backward
+pass, without weights and images. --cpu-time counts CPU seconds of one thread instead of wall time.
+Use it if others use the same cores.
 """
 
 import argparse
@@ -43,7 +44,7 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 
 @dataclass(frozen=True)
 class Size:
-    """Images in a batch on a CPU, and on a GPU; classes if they are not the preset's."""
+    """Images in a batch on a CPU and on a GPU, and classes (default: from the preset)."""
 
     cpu: int
     gpu: int
@@ -86,12 +87,12 @@ def kept_bytes(model: nn.Module, images: Tensor) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        _logits = model(images)  # held: what is freed could have its address used twice
+        _logits = model(images)  # held, because a new tensor could get a freed address
     return sum(sizes.values())
 
 
 def repeated(run: Callable[[], None]) -> Callable[[], float]:
-    """Return a call that counts its steps."""
+    """Return a function that runs steps and returns their number."""
     times = 10 if ON_GPU else 1
 
     def steps() -> float:
@@ -105,7 +106,7 @@ def repeated(run: Callable[[], None]) -> Callable[[], float]:
 
 
 class Contestants:
-    """One model's contestants on one batch."""
+    """The contestants of one model on one batch."""
 
     def __init__(self, name: str, options: argparse.Namespace, *, batch: int):
         spec, size = spec_of(name), preset(name).image_size
@@ -135,13 +136,13 @@ class Contestants:
             self._add("timm", lambda: timm_mixer(spec, **shapes), compiled=options.compile)
 
     def _add(self, name: str, make: Callable[[], nn.Module | None], *, compiled: str) -> None:
-        """Add the eager model, and the compiled one."""
+        """Add the eager and the compiled model."""
         for is_compiled in (False, True) if compiled != "no" else (False,):
             model = make()
             assert model is not None
             model.to(DEVICE, DTYPE).train()
             if is_compiled:
-                torch._dynamo.reset_code_caches()  # it would find another contestant's graphs
+                torch._dynamo.reset_code_caches()  # otherwise graphs of another contestant are reused
                 for part in model.blocks if compiled == "blocks" else [model]:
                     part.compile()
             label = f"{name}, compiled" if is_compiled else name
@@ -183,7 +184,7 @@ def arguments() -> argparse.Namespace:
         "--compile",
         choices=("whole", "blocks", "no"),
         default="whole" if ON_GPU else "blocks",
-        help="default: whole on a GPU, else blocks",
+        help="default: `whole` on a GPU, otherwise `blocks`",
     )
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--cpu-time", action="store_true", help="CPU seconds of one thread")
@@ -195,7 +196,7 @@ def main() -> None:
     if options.cpu_time:
         torch.set_num_threads(1)
     if not ON_GPU:
-        keep_freed_memory()  # as training does; otherwise the order decides who pays for pages
+        keep_freed_memory()  # as in training; otherwise page faults depend on the order
     quick = ["mlp_b12_wi1024", "mixer_ss_w", "rp_mixer_ss_w"]
     names = sized(options, full=list(MODELS), quick=quick, dry=["smixer_c32"])
     for name in options.only.split(",") if options.only else names:

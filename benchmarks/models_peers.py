@@ -1,5 +1,5 @@
-"""What benchmarks/models.py compares our models with: the papers' formulas written the obvious way,
-timm's MlpMixer, bare products.
+"""Peers of our models in benchmarks/models.py: direct translations of the papers' formulas, timm's
+MlpMixer, and bare products.
 
 Shapes: B batch, S tokens, C channels, N rows of a product.
 """
@@ -141,8 +141,8 @@ class PlainMixer(nn.Module):
 
 
 def timm_mixer(spec: AnySpec, *, num_classes: int, image_size: int) -> nn.Module | None:
-    """timm's MlpMixer of exactly the same shapes; it has neither S != S0, nor permutations, nor one
-    layer per mixing."""
+    """Return timm's MlpMixer of the same shapes, or None for S != S0, permutations, or one layer
+    per mixing."""
     can = isinstance(spec, MixerSpec) and spec.layers_per_mixing == 2 and spec.num_tokens is None
     if not can or spec.permuted_blocks:
         return None
@@ -167,7 +167,7 @@ def timm_mixer(spec: AnySpec, *, num_classes: int, image_size: int) -> nn.Module
 
 @dataclass(frozen=True)
 class Product:
-    """One linear layer's forward product: (rows, inputs) x (inputs, outputs)."""
+    """The forward product of one linear layer: (rows, inputs) x (inputs, outputs)."""
 
     rows: int
     inputs: int
@@ -179,14 +179,14 @@ class Product:
 
 
 def products_of(model: nn.Module, images: Tensor) -> list[Product]:
-    """In the order of the forward pass, found by running it."""
+    """Run a forward pass, and return its products in order."""
     found: list[Product] = []
 
     def note(layer: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> None:
         assert isinstance(layer, nn.Linear)
         rows = (
             inputs[0].numel() // inputs[0].shape[-1]
-        )  # not in_features: what it is given may be filled up
+        )  # not in_features, because inputs can be padded
         found.append(Product(rows, layer.in_features, layer.out_features))
 
     hooks = [
@@ -202,15 +202,15 @@ def products_of(model: nn.Module, images: Tensor) -> list[Product]:
 
 
 def step_flops(products: list[Product]) -> int:
-    """Forward, and both products of backward but for the first layer's input: pictures need no
-    gradient."""
+    """Return FLOPs of the forward product and both backward products. The images of the first
+    layer need no gradient."""
     return 3 * sum(product.flops for product in products) - products[0].flops
 
 
 def bare_products(products: list[Product], *, like: Tensor) -> Callable[[], None]:
-    """All products of a step on tensors made beforehand, nothing between them. Weights and their
-    gradients are each layer's own; layers of one shape share activations, which are too large to
-    stay in a cache anyway."""
+    """Return a function that runs all products of a step on prepared tensors. Each layer has its
+    own weights and gradients. Layers of one shape share activations, which are too large for a
+    cache."""
     activations = {
         p: (like.new_empty(p.rows, p.inputs).normal_(), like.new_empty(p.rows, p.outputs).normal_())
         for p in set(products)

@@ -1,10 +1,10 @@
-"""How many bytes each node fetches of a remote dataset, with and without canonical streams.
+"""Bytes that each node fetches from a remote dataset, with and without canonical streams.
 
     .venv/bin/python benchmarks/nodes.py [--quick]
 
-An HTTP server on loopback has the shards. Each simulated node has two ranks and a cache of its own,
-which holds 40 % of the dataset. The ranks of all nodes read two epochs of block shuffle. The table
-shows the largest number of bytes that one node fetched in each epoch, relative to the dataset.
+An HTTP server on loopback has the shards. Each simulated node has two ranks and a cache for 40 % of
+the dataset. The ranks of all nodes read two epochs of block shuffle. The table shows the largest
+number of bytes that one node fetched in each epoch, relative to the dataset.
 """
 
 import shutil
@@ -86,7 +86,7 @@ def fetched(data: TrainingData, *, num_nodes: int, folder: Path) -> list[int]:
 def main() -> None:
     options = arguments(__doc__.splitlines()[0])
     num_shards = sized(options, full=640, quick=320, dry=80)
-    loader.LOOK_AHEAD = 2 * BATCH  # of a small dataset
+    loader.LOOK_AHEAD = 2 * BATCH  # reduced for a small dataset
     with TemporaryDirectory() as place:
         folder, rows = Path(place), []
         words = ["build", "--source", "synthetic", "--out", str(folder / "data"), "image_size=16"]

@@ -1,15 +1,15 @@
-"""What the order of a large run costs, and how well the block shuffle mixes classes.
+"""Cost of the order of a large run, and the mixing of classes by the block shuffle.
 
     .venv/bin/python benchmarks/order.py [--quick]
 
 Cost: 14 million samples in 1,400 shards, 256 ranks, global batches of 16,384. A rank needs no table
-of an epoch: the tables show the time for all sample numbers of a rank in one epoch, the memory that
-they need, the time to open a reader of 1,400 shards (all of them links to one empty tar and one
-index), and the time from the state of a `ShardLoader` to its first batch of 64.
+of an epoch. The first table shows time and memory for all sample numbers of a rank in one epoch. The
+next line shows the time to open a reader of 1,400 shards (links to one empty tar and one index),
+and the time to resume a `ShardLoader` until its first batch of 64.
 
-Mixing: 11 million samples of 10,450 classes. For each shuffle the number of different classes in a
-global batch. `shuffled` is how `data_prep build` stores a split; `by class` is the worst that an
-indexed dataset can be.
+Mixing: 11 million samples of 10,450 classes. The second table shows the number of different classes
+in a global batch for each shuffle. `data_prep build` stores splits `shuffled`; `by class` is the
+worst case of an indexed dataset.
 """
 
 import itertools
@@ -43,7 +43,7 @@ SHUFFLES = (
     ("full", 8192, 16, 32),
     ("block", 8192, 16, 32),
 )
-"""Shuffle, samples of a block, blocks of a window, canonical streams."""
+"""Shuffle, samples per block, blocks per window, and canonical streams."""
 
 
 def cost(shuffle: str, *, num_steps: int) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ def cost(shuffle: str, *, num_steps: int) -> tuple[str, ...]:
 
 
 def many_shards(directory: Path) -> Manifest:
-    """A dataset whose shards are one sparse file of raw pictures under many names."""
+    """Make a dataset whose shards are links to one sparse file of raw images."""
     stride, per_shard = 512 * 27, NUM_SAMPLES // NUM_SHARDS
     tar, index = directory / "one.tar", directory / "one.npy"
     with open(tar, "wb") as file:
@@ -124,7 +124,7 @@ def order_of(shuffle: str, block_size: int, window_blocks: int, streams: int) ->
 
 
 def mixed_classes(order: Line, classes: Ids, *, num_batches: int) -> float:
-    """Return the median number of classes in a batch, over batches of two epochs."""
+    """Return the median number of classes in a batch over two epochs."""
     starts = np.linspace(0, 2 * MIXED_SAMPLES - GLOBAL_BATCH, num_batches).astype(np.int64)
     return statistics.median(
         len(np.unique(classes[order.locate(np.arange(start, start + GLOBAL_BATCH))[1]]))

@@ -1,10 +1,11 @@
-"""Our code, and the limits that it is compared with, as contestants of loader.py, stores.py and
-prep.py: `python ours.py NAME` serves requests.
+"""Our code and its limits as contestants of loader.py, stores.py and prep.py.
 
-ours            shards, local or behind a store -> batches, augmented in its threads, as in `pretrain train`
-random copy     the same pixels in one tensor in memory; random rows are copied into one buffer
-libjpeg-turbo   the same JPEG bytes in memory, decoded on every core; photographs at half scale, as our drafts
-four readers    the shards by four connections into memory: the rate of the link
+`python ours.py NAME` serves requests:
+
+ours            batches from local or remote shards, augmented in the loader's threads, as in `pretrain train`
+random copy     copies random rows of one tensor with the same pixels to one buffer
+libjpeg-turbo   decodes the same JPEG bytes from memory on every core; photographs at half scale, like our drafts
+four readers    reads the shards to memory by four connections: the throughput of the link
 """
 
 import multiprocessing
@@ -32,10 +33,10 @@ from pretrain.data.loader import Batches, training_batches
 from pretrain.data.order import BatchPlan, Order
 from pretrain.data.reader import ShardReader, open_store
 
-assert aiohttp, fsspec.implementations.http  # imports are no part of a pass
+assert aiohttp, fsspec.implementations.http  # imported before the clock starts
 PREFETCH, IDLE_S = 2, 0.02
-"""Batches (three buffers, which the cores' cache nearly holds), and the pause after which another
-contestant had its turn."""
+"""Batches to prefetch (three buffers nearly fit the cache of the cores), and a pause that shows
+that another contestant ran."""
 BLOCKS = (512, 8)
 """Size and number of the blocks of a block shuffle."""
 RECIPE = AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8)
@@ -43,8 +44,8 @@ NUM_CONNECTIONS = 4
 
 
 class Loader:
-    """An endless iterator of batches; a pass is as many as make up the samples. Batches that were
-    fetched during others' turns are thrown away when ours begins."""
+    """An endless iterator of batches. A pass takes as many batches as the samples fill. Batches from
+    the turns of other contestants are dropped."""
 
     def open(self, task: Task) -> Any:
         settings = ReadingSettings(
@@ -92,7 +93,7 @@ class Loader:
 
 
 class RandomCopy:
-    """Threads of Python or of torch, whichever is faster when it is opened."""
+    """Copies by threads of Python or of torch; `open` chooses the faster ones."""
 
     def open(self, task: Task) -> Any:
         num_pixels = 3 * task.image_size**2
@@ -137,7 +138,7 @@ class RandomCopy:
 
 
 class Decoder:
-    """A process per core decodes its share of the bytes; a pass is one message to each."""
+    """One decoding process per core. A pass sends one message to each process."""
 
     def open(self, task: Task) -> Any:
         context, pipes = multiprocessing.get_context("fork"), []

@@ -1,24 +1,24 @@
-"""The peers of loader.py, stores.py and prep.py, run by an interpreter that has them: `python
-peers.py NAME` serves requests.
+"""The peers of loader.py, stores.py and prep.py. `python peers.py NAME` serves requests, with the
+interpreter of the peers' environment.
 
-Each has its best settings, and the same work: one shuffled pass, torch tensors of complete batches.
+Each peer has its best settings, and the same work: a shuffled pass of complete batches of tensors.
   all but FFCV   a DataLoader with a persistent worker process per core; workers stack uint8 batches. JPEGs are stored as bytes
                  and decoded by simplejpeg, which is faster than PIL, cv2 or torchvision's decoder.
   FFCV           OS cache, fully random order, a thread per core; raw and JPEG (compressed again at the same quality) by
-                 SimpleRGBImageDecoder. It decodes with FASTDCT of the system's libjpeg-turbo, which is less work.
-  MosaicML       local MDS files of ndarrays, its own shuffle (py1e) and its own StreamingDataLoader.
-  litdata        chunks of 16 MB of numpy arrays, its own shuffle, which stays within windows of 256, and StreamingDataLoader.
-  webdataset     our shards in random order and a buffer of 5,000 samples; PPM is taken as bytes, without PIL.
-  ImageFolder    PPM files read completely, without PIL; JPEG files.
+                 SimpleRGBImageDecoder. FFCV decodes with FASTDCT of the system's libjpeg-turbo (less work).
+  MosaicML       local MDS files of ndarrays, MosaicML's shuffle (py1e) and StreamingDataLoader.
+  litdata        16 MB chunks of numpy arrays, litdata's shuffle (within windows of 256) and StreamingDataLoader.
+  webdataset     our shards in random order and a buffer of 5,000 samples; PPM as bytes, without PIL.
+  ImageFolder    PPM files as bytes, without PIL; JPEG files.
 The recipe: random resized crop (0.4 to 1) and flip for each image, then MixUp (0.8) and
 normalization for the batch, to float32.
-  FFCV           its own ImageMixup, LabelMixup and NormalizeImage (`FFCV`), or only crop and flip, the rest by torch on the batch
-                 (`FFCV, mixed by torch`, the same as the others).
+  FFCV           FFCV's ImageMixup, LabelMixup and NormalizeImage (`FFCV`), or MixUp and normalization by torch on the batch
+                 (`FFCV, mixed by torch`, like the other peers).
   others         torchvision v2 on uint8 tensors in the workers; MixUp and normalization by torch on the batch, on all cores.
-Behind a store their caches are as bounded as ours. MosaicML addresses the server as s3 and shuffles
-in blocks of 16,384 (three of its shards), litdata as s3, webdataset by URL.
-Photographs: decode in full, central square, antialiased resize, write with labels, on all cores.
-cv2 decodes, the faster decoder. The img2dataset-style writers make a tar per job.
+Remote datasets have the same bound of the cache for all contestants. MosaicML reads the server as
+s3 and shuffles in blocks of 16,384 (three of its shards). litdata reads s3, webdataset URLs.
+Photographs: decode at full scale, central square, antialiased resize, write with labels, on all
+cores. cv2 decodes, because it is faster. The img2dataset-style writers make a tar per job.
 """
 
 import importlib
@@ -41,7 +41,7 @@ import torchvision
 from PIL import Image
 from serving import CACHE_GB, Answer, Passes, Task, serve
 
-assert torchvision  # imports are no part of a pass
+assert torchvision  # imported before the clock starts
 MEAN, STD = (0.47, 0.45, 0.40), (0.26, 0.25, 0.28)
 SCALE, ALPHA = (0.4, 1.0), 0.8
 PER_TAR = 500
@@ -93,7 +93,7 @@ def mixed(images_BCHW: torch.Tensor) -> torch.Tensor:
 
 
 class ToTensor:
-    """Stored bytes or pixels -> the tensor that a worker stacks."""
+    """Converts stored bytes or pixels to the tensor that a worker stacks."""
 
     def __init__(self, task: Task):
         from torchvision.transforms import v2
@@ -123,7 +123,7 @@ def workers(task: Task) -> dict[str, Any]:
 
 
 class Peer:
-    """One library: how it writes samples, and how it loads them."""
+    """Writing and loading of samples with one library."""
 
     module = ""
     read = staticmethod(as_stored)
@@ -142,7 +142,7 @@ class Peer:
 
 
 class Indexed:
-    """A dataset as FFCV's writer takes it."""
+    """A dataset for FFCV's writer."""
 
     def __init__(self, task: Task, read: Read):
         self.items, self.read = task.items(), read
@@ -240,7 +240,7 @@ class Mosaic(Streaming):
     module = "streaming"
 
     def write(self, task: Task, read: Read, out: Path) -> None:
-        """One writer per process, into directories that are merged, as its documentation says."""
+        """Write a directory per process and merge them, as MosaicML documents."""
         from streaming.base.util import merge_index
 
         items = task.items()
@@ -252,7 +252,7 @@ class Mosaic(Streaming):
     def where(self, task: Task) -> dict[str, Any]:
         from streaming.base.util import clean_stale_shared_memory
 
-        clean_stale_shared_memory()  # it would wait for a process that was ended
+        clean_stale_shared_memory()  # otherwise it waits for a killed process
         written = task.written_by("MosaicML streaming")
         words: dict[str, Any] = {"local": str(written), "batch_size": task.batch_size}
         if task.url:
@@ -284,7 +284,7 @@ class Litdata(Streaming):
         if task.url:
             from litdata.streaming import downloader
 
-            # the link has no TLS, and litdata no setting for that
+            # the link has no TLS, and litdata has no setting for this
             downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
             cache = Path(task.cache) / "litdata"
             cache.mkdir(exist_ok=True)
@@ -340,7 +340,7 @@ def write_tar(read: Read, job: tuple[str, list[Item]]) -> None:
 
 
 class Tars(Peer):
-    """Shards as img2dataset writes them."""
+    """Shards in the format of img2dataset."""
 
     module = "tarfile"
 
@@ -373,7 +373,7 @@ def main() -> None:
     importlib.import_module(peer.module)
 
     def write(task: Task, *, out: str) -> Answer:
-        """Write the task's samples in the peer's own format."""
+        """Write the samples in the peer's format."""
         Path(out).mkdir(parents=True)
         began_s = time.perf_counter()
         peer.write(task, partial(peer.read, task), Path(out))

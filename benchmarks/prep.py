@@ -1,16 +1,17 @@
-"""How fast does a folder of photographs become shards? Compared with other writers, and with
-libjpeg-turbo's decode.
+"""Throughput from a folder of photographs to shards, compared with other writers and libjpeg-turbo.
 
     .venv/bin/python benchmarks/prep.py [--quick | --dry-run]
 
-Files: JPEGs of about 400 pixels, 4:2:0, quality 90, about 33 kB (images.py) in class folders; all
-are read before anything is measured. Everybody makes raw 64-pixel squares of them on all cores:
-  ours           `data_prep build`: with index, hashes, statistics, manifest, fsync; drafts where it may
-  ours, full     the same with draft=false: every JPEG decoded in full, as the peers do
-  the peers      DatasetWriter (FFCV), MDSWriter (MosaicML), optimize (litdata), and tars as img2dataset writes them (peers.py)
-  libjpeg-turbo  decodes the bytes in memory, a process per core, at half scale as our drafts; nothing is resized or written
-The clock is in the process that does the work, after its imports; starting worker processes is
-inside it, for everyone. A peer that cannot be installed, or fails, has no row.
+Files are JPEGs of about 400 pixels, 4:2:0, quality 90, about 33 kB (images.py), in class folders
+and in the page cache. All contestants convert them to raw 64-pixel squares on all cores:
+
+  ours           `data_prep build`: with index, hashes, statistics, manifest, fsync; drafts if possible
+  ours, full     the same with draft=false: every JPEG decoded at full scale, like the peers
+  the peers      DatasetWriter (FFCV), MDSWriter (MosaicML), optimize (litdata), and tars like img2dataset (peers.py)
+  libjpeg-turbo  only decodes the bytes in memory, a process per core, at half scale like our drafts
+
+The clock starts in the working process after its imports, and includes the start of its worker
+processes. Failed and missing peers have no row.
 """
 
 import shutil
@@ -33,7 +34,7 @@ import data_prep.cli
 PEERS = ("cv2 -> tars", "PIL -> tars", "FFCV", "MosaicML streaming", "litdata")
 OUT = DATA / "prep-out"
 NUM_NAMES = 6
-"""Names of each image: many files are needed, and not many images."""
+"""Names of each image, to have many files of few images."""
 LIMIT = "libjpeg-turbo"
 SERVE_BUILD = f"""
 import sys
@@ -42,7 +43,7 @@ from prep import build
 from serving import serve
 serve({{"build": build}})
 """
-"""Code and no file: workers would import the file."""
+"""Code instead of a file, because workers would import the file."""
 
 
 def photographs(num_different: int) -> Task:
@@ -73,8 +74,8 @@ def written(
 
 
 def peak_memory_mb(files: str) -> float:
-    """Return the peak of our build, all its processes together: private pages and a share of the
-    common ones, ten times a second."""
+    """Return the peak memory of all processes of our build: PSS (private pages and a fraction of
+    shared pages), ten times a second."""
     shutil.rmtree(OUT, ignore_errors=True)
     words = ["build", "--source", "folder", "--out", str(OUT), f"source.path={files}"]
     build = subprocess.Popen(

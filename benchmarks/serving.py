@@ -1,8 +1,8 @@
-"""A contestant as a process of its own that answers requests, one JSON line each way.
+"""Run a contestant as a process that answers requests, one JSON line each way.
 
-Every contestant runs in its own interpreter and stays warm between the rounds, so one run measures
-all of them in turn. Both sides are in this file. It needs only the standard library, because the
-peers' interpreter has no package of this repository.
+Every contestant has its own interpreter and stays warm between rounds, so one run measures all of
+them in turn. This file has both sides. It needs only the standard library, because the peers'
+interpreter has no package of this repository.
 """
 
 import json
@@ -20,34 +20,34 @@ from typing import Any
 
 Answer = dict[str, Any]
 PATIENCE_S = 240.0
-"""Time for one request. A peer that needs longer hangs."""
+"""Time limit of a request. A slower peer counts as hanging."""
 CACHE_GB = 0.62
-"""Size of a loader's cache behind a store. The loader asks for 32,768 samples ahead."""
+"""Cache size for remote datasets. Our loader requests 32,768 samples in advance."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A dataset, and the batches that a contestant has to deliver of it."""
+    """A dataset, and the batches that a contestant must deliver."""
 
     kind: str
-    """raw: stored pixels; recipe: the same images augmented and normalized as float32; jpeg:
-    decoded pixels; photographs: JPEG files of about 400 pixels that become squares."""
+    """raw: stored pixels. recipe: the same images augmented and normalized as float32. jpeg:
+    decoded pixels. photographs: JPEG files of about 400 pixels, converted to squares."""
     files: str
-    """The image files in class folders."""
+    """Directory of image files in class folders."""
     num_samples: int
     image_size: int
     batch_size: int
     cores: int
     shards: str = ""
-    """A dataset that `data_prep build` made of the files."""
+    """Dataset of the files, made by `data_prep build`."""
     url: str = ""
-    """Address of the same dataset behind stores_link.py; empty if the local one is read."""
+    """Address of the same dataset in stores_link.py; empty for the local dataset."""
     cache: str = ""
     """Empty directory for copies of remote shards."""
     shuffle: str = "full"
 
     def written_by(self, peer: str) -> Path:
-        """Directory of the samples in a peer's own format."""
+        """Directory of the samples in a peer's format."""
         return Path(f"{self.shards}-{peer}-{self.num_samples}")
 
     def items(self) -> list[tuple[str, int]]:
@@ -65,8 +65,8 @@ class Task:
 
 
 class Passes:
-    """Passes of one loader, which stays open between requests. `loader.open(task)` opens it, and
-    `loader.batches(opened)` is one pass."""
+    """Passes of one loader. `loader.open(task)` opens the loader once, and each
+    `loader.batches(opened)` is a pass."""
 
     def __init__(self, loader: Any):
         self.loader, self.opened = loader, None
@@ -74,8 +74,8 @@ class Passes:
     def run(
         self, task: Task, *, seconds: float = 0.0, pause_s: float = 0.0, check: bool = False
     ) -> Answer:
-        """Run complete passes for `seconds`, at least one. The first request opens the loader
-        within the clock. `pause_s` follows each batch, as a training step would; `check` sums the
+        """Run complete passes for `seconds`, at least one. The time of the first request includes
+        opening the loader. `pause_s` replaces a training step after each batch; `check` sums the
         pixels."""
         memory_mb, first_s = [private_mb()], 0.0
         count, total, began_s = 0, 0, time.perf_counter()
@@ -100,13 +100,13 @@ class Passes:
 
 
 def private_mb() -> float:
-    """Memory of this process without the page cache."""
+    """Return the memory of this process without the page cache."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
 
 
 def serve(actions: dict[str, Callable[..., Answer]]) -> None:
-    """Answer requests until the other side hangs up. Output of libraries goes to standard error."""
+    """Answer requests until the other side closes. Output of libraries goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     answer: Answer = {}
@@ -123,7 +123,7 @@ class PeerError(Exception):
 
 
 class Server:
-    """The benchmark's side of one such process."""
+    """The benchmark's side of a contestant's process."""
 
     def __init__(self, *command: str | Path):
         self._log, self._is_ready = tempfile.TemporaryFile("w+"), False
@@ -143,7 +143,7 @@ class Server:
         self.close()
 
     def ready(self) -> None:
-        """Wait for the imports."""
+        """Wait until the process has imported its libraries."""
         if not self._is_ready:
             self._read()
             self._is_ready = True

@@ -1,13 +1,12 @@
-"""A square layer of an SW-MLP as a masked dense matrix and as a sparse one: time and memory, over
-density and width.
+"""Time and memory of a square SW-MLP layer, masked and sparse, over density and width.
 
     .venv/bin/python benchmarks/sparse.py [--quick]
 
-Time: forward and backward of one layer at batch 128, fp32, two threads, gradients of input, weights
-and bias. The masked layer's does not depend on the density. Memory: what training with Lion keeps
-per layer (weights, gradient and one state in fp32; the mask as bytes, or the pattern and its
-transpose as int32), and for a masked layer the product of weights and mask, which its backward pass
-needs. AdamW has one more state. Activations are the same for both.
+Time is for forward and backward of one layer at batch 128, fp32, two threads, with gradients of
+input, weights and bias. The time of the masked layer does not depend on the density.
+Memory is for training with Lion: weights, gradient and one state in fp32. A masked layer adds the
+mask as bytes, and the product of weights and mask for the backward pass. A sparse layer adds the
+pattern and its transpose as int32. AdamW has one more state. Both have the same activations.
 """
 
 import statistics
@@ -26,7 +25,7 @@ DENSITIES = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01, 0.001)
 
 
 def steps_of(layer: nn.Module, width: int) -> Callable[[], float]:
-    """Return a call that takes steps for a twentieth of a second, and counts them."""
+    """Return a function that takes steps for 50 ms and returns their number."""
     x_BN, gradient_BM = torch.randn(BATCH, width, requires_grad=True), torch.randn(BATCH, width)
 
     def run() -> float:
@@ -42,8 +41,8 @@ def steps_of(layer: nn.Module, width: int) -> Callable[[], float]:
 
 
 def kept_bytes(layer: nn.Module) -> int:
-    """Return the bytes of weights, gradient, Lion's state and buffers, and of the product that a
-    masked layer's backward pass needs."""
+    """Return the bytes of weights, gradient, Lion's state and buffers. A masked layer adds a
+    product for the backward pass."""
     size = sum(3 * tensor.nbytes for tensor in layer.parameters())
     size += sum(tensor.nbytes for tensor in layer.buffers())
     return size + (layer.weight.nbytes if isinstance(layer, MaskedLinear) else 0)
@@ -84,7 +83,7 @@ def main() -> None:
     rounds, rows = sized(options, full=5, quick=3, dry=1), []
     for width in widths:
         rows += compare(width, densities, rounds=rounds)
-    if not options.quick and not options.dry_run:  # above 0.1 the patterns alone take gigabytes
+    if not options.quick and not options.dry_run:  # above 0.1, patterns take gigabytes
         rows += compare(16384, tuple(each for each in DENSITIES if each <= 0.1), rounds=3)
     columns = ("width", "density", "masked ms", "sparse ms", "masked MB", "sparse MB", "faster")
     print_table(f"forward + backward, batch {BATCH}", (*columns, "smaller", "auto"), rows)

@@ -1,18 +1,19 @@
-"""Does a loader keep up with a store? Ours over http, compared with local shards, the link itself,
-and the peers over the same link.
+"""Throughput of our loader over http, compared with local shards, the bare link, and peers.
 
     .venv/bin/python benchmarks/stores.py [--quick | --dry-run]
 
-It takes minutes. The first call makes the images and installs the peers.
+This takes minutes. The first call makes the images and installs the peers.
 
-The server (stores_link.py, a process of its own on this machine) answers each request after 20 ms
-and passes 100 MB/s in total. Its CPU share is in each row, since it shares the cores with the
-readers. The data are those of loader.py's `raw`: 64 px, uint8 batches of 1,024. Each measurement is
-one pass of a fresh process, imports done, caches empty and bounded to less than the dataset (with
---quick: not to less). MosaicML shuffles over 16,384 samples, the others over about 4,096.
-  paced    each batch is followed by the pause in which half the link could bring the next; rates count from the first batch on
-  unpaced  as fast as batches come; the clock runs from nothing: index, first shards, all of it. "of the link": the fraction of
-           100 MB/s that the delivered images make up, in the bytes of their format; "moved": bytes on the link for each byte
+The server (stores_link.py, a separate process on this machine) answers each request after 20 ms
+and sends 100 MB/s in total. Rows show its CPU fraction, because it uses the same cores as the
+readers. The data is `raw` of loader.py: 64 px, uint8 batches of 1,024. Each measurement is one pass
+of a fresh process after its imports. Caches are empty, and smaller than the dataset except with
+--quick. MosaicML shuffles over 16,384 samples, the others over about 4,096.
+  paced    a pause after each batch, in which half of the link could transfer the next; the clock starts at the first batch
+  unpaced  no pauses; the clock includes opening the index and the first shards
+
+"of the link" is the delivered bytes of images (in the contestant's format) as a fraction of
+100 MB/s. "moved" is the bytes on the link per byte of the dataset.
 """
 
 import json
@@ -59,7 +60,7 @@ class Pass:
             before = self._counts()
             answer = server.ask("run", task, pause_s=self.pause_s)
             after = self._counts()
-        if answer["count"] < task.num_samples - BATCH_SIZE:  # some drop an incomplete batch
+        if answer["count"] < task.num_samples - BATCH_SIZE:  # some peers drop an incomplete batch
             raise PeerError(f"{answer['count']:,} of {task.num_samples:,} images")
         self.answers.append(answer | {key: after[key] - before[key] for key in after})
         if self.pause_s:

@@ -1,12 +1,11 @@
-"""The server and the link of `stores.py`: one directory over HTTP with ranges, as a web server and
-as S3 (HEAD, GET, path-style).
+"""The server and the link of `stores.py`: one directory over HTTP with ranges, also as S3 (HEAD,
+GET, path-style).
 
     python stores_link.py ROOT
 
-prints its port, and serves /BUCKET/PATH, whatever the bucket, until it is ended. Each request waits
-20 ms, and all answers together pass 100 MB/s, of which what was left unused for 20 ms may be made
-up for: without that, every sleep that ends late would slow the link. GET /.counts is answered at
-once: bytes, requests and CPU seconds so far.
+prints its port, and serves /BUCKET/PATH for any bucket until it is killed. Each request waits
+20 ms, and all answers together get 100 MB/s. The link catches up on at most 20 ms of unused time,
+so late wake-ups do not slow it. GET /.counts returns bytes, requests and CPU seconds immediately.
 """
 
 import json
@@ -25,7 +24,7 @@ BURST_S, PIECE_BYTES = 0.02, 1 << 18
 
 
 class Link:
-    """What all connections share."""
+    """The state that all connections share."""
 
     def __init__(self) -> None:
         self._lock, self._free_from_s = threading.Lock(), 0.0
@@ -37,7 +36,7 @@ class Link:
         time.sleep(LATENCY_S)
 
     def transmit(self, num_bytes: int) -> None:
-        """Returns when so many bytes have had their turn."""
+        """Wait until the link has sent this number of bytes."""
         with self._lock:
             self._free_from_s = (
                 max(self._free_from_s, time.monotonic() - BURST_S) + num_bytes / BYTES_PER_S
@@ -105,14 +104,14 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def log_message(self, *unused: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 class Listener(ThreadingHTTPServer):
     daemon_threads, request_queue_size = True, 128
 
     def handle_error(self, *unused: object) -> None:
-        """Clients hang up as they like."""
+        """Ignore errors, because clients may close connections."""
 
 
 def main() -> None:

@@ -1,20 +1,19 @@
-"""How fast is training, against its own limits and against others? All in one process, one round
-after the other.
+"""Training throughput, compared with its limits and with peers, in one process.
 
     .venv/bin/python benchmarks/train.py [--quick] [--only mlp]
 
-Contestants, each the same number of steps on the same kind of batch:
-  from shards          loader + augmentation + step: what `pretrain train` does (DeepSpeed, ZeRO 1, one rank)
-  from shards, hashed  the same while data.verify_hashes hashes the shards, which it does once in a run
-  resident, augmented  one stored batch again and again, augmented anew + step: no loader
-  resident             one prepared batch again and again: the step alone
-  resident, ZeRO 0     the same without sharding, which is what plain DDP does
-  plain DDP            the same model and optimizer in torch's DistributedDataParallel, on the prepared batch
-  public step          the training step that Scaling MLPs describes: fp32 (TF32 on a GPU), eager, plain LION, `.item()` each step
-  matmul limit         the step's matrix products alone, at the same shapes, in the engine's precision
-Loaders start before the clock does, and have come to a steady pace by then.
-On a GPU: B-12/Wi-1024 at batch 16,384 with the classes of ImageNet-21k, and Mixer-B-W at 224 px, in
-bf16. On a CPU, in fp32: smaller ones, with the 48 classes of the pictures.
+Contestants run the same number of steps with equal batches:
+  from shards           loader, augmentation and step, as in `pretrain train` (DeepSpeed, ZeRO 1, one rank)
+  from shards, hashed   the same while data.verify_hashes hashes the shards (once in a real run)
+  resident, augmented   augmentation and step of one stored batch, without a loader
+  resident              the step of one prepared batch
+  resident, ZeRO 0      the same without sharding, like plain DDP
+  plain DDP             the same model and optimizer in torch's DistributedDataParallel, on the prepared batch
+  public step           the training step of Scaling MLPs: fp32 (TF32 on a GPU), eager, plain LION, `.item()` each step
+  matmul limit          only the matrix products of the step, in the engine's precision
+Loaders have a steady speed before the clock starts.
+GPUs train B-12/Wi-1024 at batch 16,384 with the classes of ImageNet-21k, and Mixer-B-W at 224 px,
+in bf16. CPUs train smaller models in fp32, with the 48 classes of the images.
 """
 
 import argparse
@@ -50,7 +49,7 @@ from pretrain.ranks.world import World, read_world
 
 LABEL_SMOOTHING = 0.3
 AHEAD, NUM_THREADS = 4, min(8, len(os.sched_getaffinity(0)))
-"""Of the loader; as a run has them by default."""
+"""Batches in advance and threads of the loader: the defaults of a run."""
 T = TypeVar("T")
 
 
@@ -61,9 +60,9 @@ class Case:
     batch: int
     steps: int
     per_class: int
-    """Pictures of the synthetic dataset."""
+    """Images per class of the synthetic dataset."""
     num_classes: int | None = None
-    """Of the head, if it is to have more than the dataset."""
+    """Classes of the head (default: from the dataset)."""
 
 
 def cases(*, on_gpu: bool, quick: bool, is_dry: bool = False) -> dict[str, Case]:
@@ -86,7 +85,7 @@ def cases(*, on_gpu: bool, quick: bool, is_dry: bool = False) -> dict[str, Case]
 
 @dataclass
 class Bench:
-    """Everything that the contestants of one case share."""
+    """Shared objects of the contestants of one case."""
 
     case: Case
     engine: DeepSpeedEngine
@@ -105,9 +104,8 @@ class Bench:
         self.engine.train_step([batch], lr=1e-5)
 
     def from_shards(self) -> tuple[float, float]:
-        """Its loader starts and ends here: nothing is fetched at another's expense. What it has
-        ready when the clock starts, after as many steps as it works ahead, it has ready when the
-        clock stops."""
+        """Train from shards with a new loader, so it does not slow other contestants. After the
+        first steps, the loader has as many batches ready when the clock starts as when it stops."""
         with Feed(self.batches(finish_for(self.augmentation)), self.augmentation) as feed:
             run = repeated(self.case, lambda: self.step(next(feed).prepared))
             repeated(self.case, lambda: self.step(next(feed).prepared), times=AHEAD + NUM_AHEAD)()
@@ -125,7 +123,7 @@ class Bench:
             thread.join()
 
     def _hash(self, over: threading.Event) -> None:
-        """As first_read.py does, again and again."""
+        """Hash all shards repeatedly, like first_read.py."""
         lowest_priority()
         (part,) = self.reader.parts
         while not over.is_set():
@@ -135,7 +133,8 @@ class Bench:
 
 
 def repeated(case: Case, step: Callable[[], object], *, times: int = 0) -> Callable[[], float]:
-    """Return a call that takes `times` steps (default: the case's) and returns their images."""
+    """Return a function that takes `times` steps (default: `case.steps`) and returns the number of
+    images."""
     times = times or case.steps
 
     def run() -> float:
@@ -225,12 +224,12 @@ def run(name: str, case: Case, world: World, device: torch.device, *, rounds: in
         unit="images/s",
         against="resident",
         headline=(
-            f"training from shards: {shares}; the step alone:"
+            f"training from shards: {shares}; the resident step:"
             f" {ratio(found, 'resident', 'plain DDP'):.1%} of plain DDP (ZeRO 0:"
             f" {ratio(found, 'resident, ZeRO 0', 'plain DDP'):.1%}),"
-            f" {ratio(found, 'resident', 'matmul limit'):.1%} of the matmul limit, which is"
-            f" {tera * sorted(found['matmul limit'])[rounds // 2]:.2f} TFLOP/s here; while"
-            f" data.verify_hashes hashes, steps cost {cost:.1%} more ({bench.hashed_bytes / 1e9:.2f} GB"
+            f" {ratio(found, 'resident', 'matmul limit'):.1%} of the matmul limit"
+            f" ({tera * sorted(found['matmul limit'])[rounds // 2]:.2f} TFLOP/s);"
+            f" data.verify_hashes slows steps by {cost:.1%} ({bench.hashed_bytes / 1e9:.2f} GB"
             " were hashed)"
         ),
     )
@@ -239,7 +238,7 @@ def run(name: str, case: Case, world: World, device: torch.device, *, rounds: in
 def engine_of(
     case: Case, world: World, device: torch.device, *, num_classes: int, stage: int
 ) -> DeepSpeedEngine:
-    """On a GPU in bf16 and compiled."""
+    """Return an engine: compiled in bf16 on a GPU, otherwise eager in fp32."""
     on_gpu = device.type == "cuda"
     return DeepSpeedEngine(
         build_model(case.spec, num_classes=num_classes, image_size=case.image_size, seed=0),

@@ -1,5 +1,5 @@
-"""What benchmarks/train.py compares a training step with: plain PyTorch DDP, and the step of paper
-B as the paper tells it."""
+"""Peers of the training step in benchmarks/train.py: plain PyTorch DDP, and the step that *Scaling
+MLPs* describes."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -29,8 +29,8 @@ def ddp_step(
     label_smoothing: float,
     device: torch.device,
 ) -> Step:
-    """Return our model and optimizer in plain DDP: fp32 on a CPU, autocast to bf16 and compiled on a
-    GPU. The process group exists."""
+    """Return the step of our model and optimizer in plain DDP: fp32 on a CPU, bf16 autocast and
+    compiled on a GPU. The process group must exist."""
     model = build_model(spec, num_classes=num_classes, image_size=image_size, seed=0).to(device)
     optimizer = build_optimizer(model, OptimizerSettings())
     ids = [int(os.environ["LOCAL_RANK"])] if device.type == "cuda" else None
@@ -59,8 +59,8 @@ def public_step(
     label_smoothing: float,
     device: torch.device,
 ) -> Step:
-    """Paper B: fp32 with TF32 products, eager, LION by its pseudo-code (one weight after the
-    other), a number read each step."""
+    """Return the step of *Scaling MLPs*: fp32 with TF32 products, eager, LION by its pseudo-code
+    (one weight at a time). It reads the loss in each step."""
     model = plain(spec, num_classes=num_classes, image_size=image_size).to(device)
     optimizer = PlainLion(model)
 
@@ -78,7 +78,7 @@ def public_step(
 
 @contextmanager
 def tf32() -> Iterator[None]:
-    """For these products alone: the other contestants share the process."""
+    """Allow TF32 only inside, because other contestants share the process."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True
     try:

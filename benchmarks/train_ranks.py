@@ -1,11 +1,11 @@
-"""What two ranks hold and send at each ZeRO stage, compared with the formulas, on this machine.
+"""Memory and traffic of two ranks at each ZeRO stage, compared with the formulas.
 
     .venv/bin/python benchmarks/train_ranks.py
 
-held: bytes of all tensors after the backward pass of the second step, per parameter, on the first
-rank (activations are gone by then). sent: what the loopback interface carried in three steps, per
-rank, step and parameter; anything else that talks over it meanwhile is counted, too. AdamW, one
-micro-batch a step.
+"held" is the bytes of all tensors per parameter on the first rank, after the backward pass of the
+second step (without activations). "sent" is the bytes on the loopback interface in three steps, per
+rank, step and parameter. Other traffic on this interface counts, too. AdamW, one micro-batch a
+step.
 """
 
 import gc
@@ -30,7 +30,7 @@ from pretrain.ranks.world import World, read_world
 SPEC, SIZE, CLASSES, BATCH = MlpSpec(kind="mlp", depth=6, width=512), 32, 100, 8
 WIRE = Path("/sys/class/net/lo/statistics/tx_bytes")
 KEPT: list[object] = []
-"""Engines that must not be freed: a new tensor in the place of an old one would not be counted."""
+"""Engines that stay in memory, because new tensors at freed addresses would not count."""
 
 
 def storages() -> dict[int, int]:

@@ -1,18 +1,17 @@
-"""How fast is `finetune evaluate`, against its own limits? All in one process, one round after the
-other.
+"""Throughput of `finetune evaluate`, compared with its limits, in one process.
 
     .venv/bin/python benchmarks/transfer_evaluate.py [--quick]
 
-Three cases: raw pictures and a large model (the matrix products are the limit), raw pictures and a
-small one, and JPEGs and a small one (the loader's threads decode). Contestants, each over the whole
-split; a unit is a forward pass of one picture:
-  evaluate            loader, normalisation, forward pass, softmax, the row of every picture: what `finetune evaluate` does
-  loader, normalized  the same batches as the model's input, and nothing done with them
-  forward alone       one prepared batch again and again
-  V views, one pass   test-time augmentation as `finetune evaluate num_views=V` does it: each picture read and decoded once
-  V passes            the same views, each of them a pass over the disk of its own
-On a GPU the numbers are of that GPU, in bf16; on a CPU loader and model share the cores, so the
-limit of both together is the harmonic sum of the two, printed as such.
+Matrix products limit the first case, a large model with raw images. The other cases are a small
+model with raw images, and with JPEGs (decoded by threads of the loader). Contestants use the
+complete split. The unit is a forward pass of one image.
+  evaluate             loader, normalization, forward pass, softmax and a row per image, as in `finetune evaluate`
+  loader, normalized   only the loader and normalization
+  forward only         the forward pass of one prepared batch
+  V views, one pass    test-time augmentation, as in `finetune evaluate num_views=V`: each image is read once
+  V passes             the same views, each with its own pass over the disk
+GPUs use bf16. On a CPU, loader and model share the cores, so the common limit is the harmonic sum
+of both limits. The benchmark prints this sum.
 """
 
 import statistics
@@ -149,7 +148,7 @@ def run(case: Case, world: World, device: torch.device, *, rounds: int) -> None:
     contestants: dict[str, Callable[[], float]] = {
         "evaluate": lambda: bench.evaluate([None]),
         "loader, normalized": bench.loader,
-        "forward alone": bench.forward,
+        "forward only": bench.forward,
         one_pass: lambda: bench.evaluate(range(case.views)),
         many: bench.passes,
     }
@@ -157,17 +156,17 @@ def run(case: Case, world: World, device: torch.device, *, rounds: int) -> None:
     both = [
         ours * (1 / loader + 1 / forward)
         for ours, loader, forward in zip(
-            found["evaluate"], found["loader, normalized"], found["forward alone"], strict=True
+            found["evaluate"], found["loader, normalized"], found["forward only"], strict=True
         )
     ]
     where = (
-        f"{case.encoding} pictures of {IMAGE_SIZE} px, {bench.reader.num_samples:,}, batch"
+        f"{case.encoding} images of {IMAGE_SIZE} px, {bench.reader.num_samples:,}, batch"
         f" {case.batch:,}"
     )
     keep(
         {
             f"{case.encoding}, {case.spec.label}: evaluate of forward": ratio(
-                found, "evaluate", "forward alone"
+                found, "evaluate", "forward only"
             )
         }
     )
@@ -177,10 +176,10 @@ def run(case: Case, world: World, device: torch.device, *, rounds: int) -> None:
         unit="passes/s",
         against="evaluate",
         headline=(
-            f"evaluate: {ratio(found, 'evaluate', 'forward alone'):.1%} of the forward pass alone,"
-            f" {statistics.median(both):.1%} of the two one after the other on the same cores; a"
-            f" view of {case.views}: {ratio(found, one_pass, 'evaluate'):.1%} of a plain pass's"
-            f" rate, {ratio(found, one_pass, many):.2f} times that of {case.views} passes"
+            f"evaluate: {ratio(found, 'evaluate', 'forward only'):.1%} of the forward pass,"
+            f" {statistics.median(both):.1%} of loader and forward pass on the same cores; one of"
+            f" {case.views} views: {ratio(found, one_pass, 'evaluate'):.1%} of the throughput of"
+            f" evaluate, {ratio(found, one_pass, many):.2f} x {case.views} passes"
         ),
     )
 

@@ -1,18 +1,19 @@
-"""What does a linear probe cost, compared with the public protocol, and a grid of 25 cells compared
-with one? All in one process, in turn.
+"""Cost of a linear probe compared with the public protocol, and of 25 cells compared with one.
 
     .venv/bin/python benchmarks/transfer_probe.py [--quick]
 
-On a GPU if there is one (B-12/Wi-1024), else on the CPU (B-6/Wi-256), with random weights, on
-synthetic images of 64 px; LION, batches of 256, 50 epochs.
-  (a) the public way    every epoch: normalize the images (in memory: no loader), backbone forward, one nn.Linear with autograd
-      ours              features once, from shards through a file that is synced and hashed; then heads (one cell)
-      Same order, schedule and head: both accuracies are printed.
-  (b) one cell, 25      5 learning rates x 5 decays, heads of 10 and of 100 classes. The price includes the features of the plain
-                        images, or of 50 augmented views (the paper's protocol; computed as 50 times the plain ones' time)
-  (c) features          their rate as a fraction of the rate of the forward pass alone, on a resident batch
-Features are computed as by default: in fp32 on a CPU, in bf16 on a GPU, where the public way stays
-in fp32. The forward pass of (c) has the same precision.
+All contestants run in turn in one process. The backbone has random weights: B-12/Wi-1024 on a GPU,
+B-6/Wi-256 on a CPU. Images are synthetic, 64 px. Heads train with LION, batches of 256, 50 epochs.
+
+  (a) the public way    normalizes images in memory, runs the backbone, and trains one nn.Linear with autograd, in every epoch
+      ours              computes features once, from shards to a synced and hashed file, then trains heads (one cell)
+      Order, schedule and head are equal. The table shows both accuracies.
+  (b) one cell, 25      5 learning rates x 5 decays, heads of 10 and of 100 classes. The cost includes features of plain images,
+                        or of 50 augmented views (protocol of the paper; 50 times the time for plain images)
+  (c) features          throughput as a fraction of the forward pass of a resident batch
+
+Features and the forward pass of (c) have the default precision: fp32 on a CPU, bf16 on a GPU. The
+public way always uses fp32.
 """
 
 import math
@@ -62,7 +63,7 @@ class Bench:
         return self.maker.tables(split, [None])[0]
 
     def compute_features(self) -> Table:
-        """Return the features, computed again."""
+        """Compute the features again, and return them."""
         shutil.rmtree(self.settings.features_place, ignore_errors=True)
         return self.features()
 
@@ -114,7 +115,7 @@ def prepare(place: Path, *, per_class: int) -> Bench:
 
 
 class PublicWay:
-    """The protocol of *Scaling MLPs* as the paper describes it, with images in memory."""
+    """The protocol that *Scaling MLPs* describes, with images in memory."""
 
     def __init__(self, bench: Bench):
         manifest, backbone = bench.maker.manifest, bench.maker.backbone
@@ -162,7 +163,7 @@ class PublicWay:
 
 
 def done(work: Callable[[], object], units: float = 1.0) -> Callable[[], float]:
-    """Return a contestant that does the work and waits for the device."""
+    """Return a contestant that runs `work` and waits for the device."""
 
     def run() -> float:
         work()
@@ -174,7 +175,7 @@ def done(work: Callable[[], object], units: float = 1.0) -> Callable[[], float]:
 
 
 def against_the_public_way(bench: Bench, *, rounds: int) -> float:
-    """(a); return the seconds of the features."""
+    """Run (a), and return the seconds for features."""
     cell, public, table = Candidate(LR, 0.0, EPOCHS), PublicWay(bench), bench.features()
     per_round = EPOCHS // (rounds + 1)  # with the warm-up, EPOCHS at most
     found = rates(
@@ -210,12 +211,12 @@ def against_the_public_way(bench: Bench, *, rounds: int) -> float:
             for name, score in scores.items()
         ],
     )
-    print(f"an epoch of ours, features included, is {speedup:.1f} x as fast")
+    print(f"our epoch, including features, is {speedup:.1f} x as fast")
     return 1 / statistics.median(found["features"])
 
 
 def features_against_forward(bench: Bench, *, rounds: int) -> None:
-    """(c)"""
+    """Run (c)."""
     size, count = bench.maker.backbone.image_size, bench.maker.batch_size
     images, num = torch.randn(count, 3, size, size, device=DEVICE), len(bench.features().labels_N)
     times = max(1, num // count)
@@ -239,12 +240,12 @@ def features_against_forward(bench: Bench, *, rounds: int) -> None:
         found,
         unit="images/s",
         against="forward pass",
-        headline=f"features at {fraction:.0%} of the rate of the forward pass",
+        headline=f"features: {fraction:.0%} of the throughput of the forward pass",
     )
 
 
 def grid_against_one(bench: Bench, features_s: float, *, rounds: int) -> None:
-    """(b)"""
+    """Run (b)."""
     table, grid, rows = bench.features(), candidates_of(bench.settings), []
     assert len(grid) == 25
 

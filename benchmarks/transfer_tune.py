@@ -1,10 +1,10 @@
-"""Does fine-tuning run at the rate of pretraining? The step alone, on the same resident batch,
+"""Throughput of a fine-tuning step, compared with a pretraining step on the same resident batch,
 model and optimizer.
 
     .venv/bin/python benchmarks/transfer_tune.py [--quick]
 
-The loop, the loader and the augmentation are the same code for both (benchmarks/train.py measures
-them). They differ in the engine: accelerate's and DeepSpeed's.
+Both share the code of loop, loader and augmentation (see benchmarks/train.py). The engines differ:
+accelerate and DeepSpeed.
 """
 
 import torch
@@ -57,7 +57,7 @@ def run(name: str, case: Case, world: World, device: torch.device, *, rounds: in
         found,
         unit="images/s",
         against=PRETRAINING,
-        headline=f"tuning runs at {of_pretraining:.1%} of pretraining's rate",
+        headline=f"tuning has {of_pretraining:.1%} of the throughput of pretraining",
     )
 
 

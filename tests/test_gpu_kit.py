@@ -101,7 +101,7 @@ def test_the_table_holds_what_was_found_beside_its_goal(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
     rows = rows_of(text)
-    assert rows["B-12/Wi-1024 from shards: FLOP/s, of a large product's rate"] == [
+    assert rows["B-12/Wi-1024 from shards: FLOP/s, fraction of a large product"] == [
         ">= 60 %",
         "56%",
         "missed",
@@ -112,20 +112,28 @@ def test_the_table_holds_what_was_found_beside_its_goal(tmp_path: Path) -> None:
         for name in ("an epoch of 11.8 M images", "memory that torch reserves on one GPU")
     ]
     assert one_gpu == [["236 s", ""], ["22.5 GiB", "missed"]]  # 24.2 GB
-    assert rows["augmentation, of the time of a step with it"] == ["<= 5 %", "20.0%", "missed"]
-    assert rows["weak scaling, one GPU to all: images/s of each, of one alone's"][1] == "50%"
-    assert rows["evaluation in bf16 beside fp32, top-1"] == [
+    assert rows["augmentation, fraction of the time of an augmented step"] == [
+        "<= 5 %",
+        "20.0%",
+        "missed",
+    ]
+    assert (
+        rows["weak scaling from one GPU to all: images/s per GPU, fraction of one GPU"][1] == "50%"
+    )
+    assert rows["evaluation in bf16 compared with fp32, top-1"] == [
         "<= 0.1 point",
         "0.20 points",
         "missed",
     ]
-    assert rows["probe of bf16 features beside fp32 ones, same cell, top-1"][1:] == [
+    assert rows["probe of bf16 features compared with fp32, same cell, top-1"][1:] == [
         "failed: probe-fp32",
         "",
     ]
-    assert rows["ZeRO 2 on all GPUs: images/s, of ZeRO 1's"][1] == "not run"
-    assert rows["the device idle in that step, of its time"][1] == "only with a GPU"
-    assert known.NO_FIGURE in rows["Mixer-B-W at 224 px: images/s, of timm's, both compiled"][1]
+    assert rows["ZeRO 2 on all GPUs: images/s relative to ZeRO 1"][1] == "not run"
+    assert rows["idle device in that step, fraction of its time"][1] == "only with a GPU"
+    assert (
+        known.NO_FIGURE in rows["Mixer-B-W at 224 px: images/s relative to timm, both compiled"][1]
+    )
     assert "8 x X, torch unknown, commit abc" in text and "Failed: probe-fp32." in text
     assert len(rows) == len(known.ROWS) + 2  # its head
     places = [tmp_path / name for name in ("one.json", "other.json")]

@@ -1,8 +1,8 @@
 """`analysis cka`: similarity of the features of two trained networks, mixing by mixing.
 
-Each pair of runs has a matrix and the mean of its diagonal: for networks of different depth, the
-entries at the same fraction of their depths. It is compared with a ceiling, the CKA of other seeds
-of the same architecture, and a floor: the second network gets the images in another order.
+Each pair of runs has a matrix and the mean of its diagonal. If the depths differ, the diagonal has
+the entries at the same fraction of both depths. The ceiling of the mean is the CKA between seeds of
+one architecture. For the floor, the second network gets the images in another order.
 Pairs of the same two architectures are seeds: mean, standard deviation over pairs, and an interval
 from resampled batches. F features of all runs together, T batches, W weightings of these, L and M
 layers of a pair.
@@ -39,7 +39,7 @@ class Comparison:
     subjects: dict[str, Subject]
     hsic_TFF: Tensor
     floor_TFF: Tensor
-    """With the images of the second layer in another order."""
+    """The same if the second layer gets the images in another order."""
     num_images: int
 
     def cka(self, pair: Pair, weights_WT: Tensor | None = None, *, floor: bool = False) -> Tensor:
@@ -53,7 +53,7 @@ class Comparison:
         one, other = (slice(*ends[place : place + 2]) for place in places)
         hsic_TFF = self.floor_TFF if floor else self.hsic_TFF
         cross = torch.einsum("wt,tlm->wlm", weights_WT, hsic_TFF[:, one, other])
-        # a network with shuffled images has the same HSIC1 with itself
+        # shuffled images do not change the HSIC1 of a network with itself
         selves = weights_WT @ self.hsic_TFF.diagonal(dim1=1, dim2=2)
         return cka(cross, selves[:, one], selves[:, other])
 
@@ -92,11 +92,11 @@ def compare(images: Images, pairs: Sequence[Pair], *, device: torch.device) -> C
 
 
 def whole_diagonal(images: Images, pair: Sequence[Subject], *, device: torch.device) -> list[float]:
-    """Return the diagonal over the complete sample, by one pass for each entry: the products of one
-    pair of layers are in memory at a time."""
+    """Return the diagonal over the complete sample. Each entry takes one pass, so memory holds the
+    products of only one pair of layers."""
     found, size = list[float](), max(each.card.image_size for each in pair)
     for entry in diagonal(*(len(each.mixings) for each in pair)):
-        whole, title = WholeCka(), f"whole sample, mixings {entry[0] + 1} and {entry[1] + 1}"
+        whole, title = WholeCka(), f"full sample, mixings {entry[0] + 1} and {entry[1] + 1}"
         chosen = [each.only(number) for each, number in zip(pair, entry, strict=True)]
         for batch in images.batches(title, size=size, device=device):
             inputs = [each.plain.plain(batch).images_BCHW for each in chosen]
@@ -131,8 +131,8 @@ def _models(found: Comparison, pair: Pair) -> list[str]:
 
 
 def groups_of(found: Comparison, pairs: Sequence[Pair]) -> pd.DataFrame:
-    """Return a row for each two architectures, by density. Density: of a SW-MLP in the second
-    place. Ceilings: of the first and of the second architecture, if they have several seeds."""
+    """Return a row for each two architectures, sorted by the density of the second (if it is a
+    SW-MLP). An architecture has a ceiling if it has several seeds."""
     seeds_of: dict[Any, list[Pair]] = {}
     for pair in pairs:
         specs = tuple(found.subjects[run].card.model for run in pair)

@@ -25,13 +25,14 @@ def add_commands(verbs: Verbs) -> None:
         _cka,
         help="similarity of the features of two networks, mixing by mixing (Mixer paper, Fig. 2)",
         description=(
-            "Unbiased minibatch CKA. Memory: 1 GB, the weights, mixings of all runs x BATCH^2 x 16"
-            " bytes; with --full-sample, for d and e entries, (d^2 + e^2 + d e) x 8 bytes."
+            "Unbiased minibatch CKA. Memory: 1 GB, the weights, and mixings of all runs x BATCH^2 x"
+            " 16 bytes. Features of d and e entries add (d^2 + e^2 + d e) x 8 bytes with"
+            " --full-sample."
         ),
         epilog="analysis cka runs/mixer runs/sw-mlp data/cifar10 --split test",
     )
-    cka.add_argument("run_a", help="run, checkpoint, or weights folder, for the rows")
-    cka.add_argument("run_b", help="the same for the columns")
+    cka.add_argument("run_a", help="rows: run, checkpoint, or weights folder")
+    cka.add_argument("run_b", help="columns: run, checkpoint, or weights folder")
     cka.add_argument(
         "--pair",
         nargs=2,
@@ -50,8 +51,8 @@ def add_commands(verbs: Verbs) -> None:
         verbs,
         "invariance",
         _invariance,
-        help="accuracy, agreement and CKA for shifted, flipped, cropped and permuted images, and"
-        " accuracy over augmented views",
+        help="accuracy, agreement and CKA on shifted, flipped, cropped and permuted images, and"
+        " accuracy with augmented views",
         description="Memory: 1 GB, the weights and mixings of a run x BATCH^2 x 24 bytes.",
         epilog="analysis invariance runs/mlp runs/mixer data/cifar10 --split test",
     )
@@ -62,7 +63,7 @@ def add_commands(verbs: Verbs) -> None:
         "--views",
         type=at_least(0),
         default=20,
-        help="test-time augmentation: number of views (default: 20; 0: none)",
+        help="number of test-time augmentation views (default: 20; 0: none)",
     )
     invariance.add_argument(
         "--seeds", type=at_least(1), default=3, help="random seeds of the views (default: 3)"
@@ -74,7 +75,7 @@ def add_commands(verbs: Verbs) -> None:
             "--batch",
             type=at_least(8),
             default=256,
-            help="images per batch, compared with each other",
+            help="images per batch; CKA compares them with each other (default: 256)",
         )
         command.add_argument(
             "--count", type=at_least(8), help="random images of the split (default: all)"

@@ -1,4 +1,4 @@
-"""The figures of `analysis cka` and `analysis invariance`, drawn within `looks`."""
+"""The figures of `analysis cka` and `analysis invariance`. Callers open `looks`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ def draw_cka(entries: pd.DataFrame, groups: pd.DataFrame) -> dict[str, Figure]:
 
 
 def _draw_heat(entries: pd.DataFrame, groups: pd.DataFrame) -> Figure:
-    """Draw the mean over pairs for at most six groups, the sparsest and the densest among them."""
+    """Draw the mean over pairs for at most six groups, including the sparsest and the densest."""
     places = np.unique(np.linspace(0, len(groups) - 1, MOST_PANELS).round().astype(int))
     figure, axes_of = panels(len(places), height=2.4)
     for axes, group in zip(axes_of, groups.iloc[places].itertuples(), strict=True):
@@ -55,15 +55,15 @@ def _draw_matrix(axes: Axes, values: np.ndarray) -> Any:
 
 
 def _set_ticks(axis: Any, names: Sequence[str]) -> None:
-    """Label as many of the places 0, 1, ... as there is room for."""
+    """Label at most eight of the places 0, 1, ..."""
     step = -(-len(names) // 8)
     axis.set_ticks(range(0, len(names), step), names[::step])
     axis.set_tick_params(length=0)
 
 
 def _draw_density(groups: pd.DataFrame) -> Figure:
-    """Draw the mean of the diagonal; error bars are the deviation over pairs, or the interval over
-    batches."""
+    """Draw the mean of the diagonal, with the deviation over pairs or the interval over batches as
+    error bars."""
     figure, (axes,) = panels(1, height=2.5)
     axes.set(xlabel="density p of the SW-MLP", ylabel="CKA, mean of the diagonal")
     axes.set_ylim(-0.04, 1.02)
@@ -92,13 +92,13 @@ def _draw_density(groups: pd.DataFrame) -> Figure:
 
 
 def means_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return for the console each change's mean over directions and seeds."""
+    """Return the mean over directions and seeds of each change, for the console."""
     means = rows.assign(cka=rows.cka.map(np.mean)).groupby(["run", "change"], sort=False)
     return means[list(MEASURED)].mean().reset_index()
 
 
 def _names(rows: pd.DataFrame) -> dict[str, str]:
-    """Return short names of the runs: the last part of their paths if these differ."""
+    """Return the last parts of the runs' paths if they differ, otherwise the paths."""
     runs = rows.run.unique().tolist()
     ends = [Path(run).name for run in runs]
     return dict(zip(runs, ends if len({*ends}) == len(ends) else runs, strict=True))
@@ -143,7 +143,7 @@ def _draw_range(axes: Axes, rows: pd.DataFrame, key: str, **style: Any) -> None:
 
 
 def draw_mixings(rows: pd.DataFrame) -> Figure:
-    """Draw CKA with the unshifted images, mixing by mixing."""
+    """Draw CKA between shifted and unshifted images, mixing by mixing."""
     names = list(_names(rows).items())[:MOST_PANELS]
     figure, axes_of = panels(len(names), height=2.4)
     for axes, (run, name) in zip(axes_of, names, strict=True):

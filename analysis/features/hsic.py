@@ -2,9 +2,9 @@
 Two forms that agree:
 
 minibatch       HSIC1 of the Gram matrices K = XX', L = YY' of n images, averaged over batches
-                before the ratio of CKA is taken, so it is unbiased (the mean of ratios is not).
+                before the ratio of CKA is taken. A mean of ratios would be biased.
                 Memory: the Gram matrices, layers x n^2 x 8 bytes.
-whole sample    HSIC1 of all N images in one pass, from X'X, X'Y, Y'Y and row sums: d^2 numbers for
+full sample     HSIC1 of all N images in one pass, from X'X, X'Y, Y'Y and row sums: d^2 numbers for
                 any N.
 
 HSIC1 does not change if a constant is added to all rows of X. Rows are roughly centered to keep
@@ -26,7 +26,7 @@ def gram(x_ND: Tensor) -> Tensor:
 
 
 def hsic(k_LNN: Tensor, l_MNN: Tensor) -> Tensor:
-    """Return HSIC1 (L, M) of each Gram matrix of the first with each of the second."""
+    """Return HSIC1 (L, M) of each Gram matrix in `k_LNN` with each one in `l_MNN`."""
     traces = k_LNN.flatten(1) @ l_MNN.flatten(1).T
     rows_LN, rows_MN = k_LNN.sum(2), l_MNN.sum(2)
     sums = rows_LN.sum(1)[:, None] * rows_MN.sum(1)
@@ -41,13 +41,13 @@ def _hsic(size: int, traces: Tensor, crossed: Tensor, sums: Tensor) -> Tensor:
 
 def cka(cross: Tensor, one: Tensor, other: Tensor) -> Tensor:
     """Return CKA from HSIC1 (..., L, M) and the HSIC1 of each layer with itself, (..., L) and
-    (..., M). nan if one of these is not positive: the features are constant, or noise."""
+    (..., M). Constant features and noise give nan (the HSIC1 with itself is not positive)."""
     both = one.clamp_min(0).unsqueeze(-1) * other.clamp_min(0).unsqueeze(-2)
     return torch.where(both > 0, cross / both.sqrt(), torch.nan)
 
 
 class WholeSample:
-    """HSIC1 of two layers over all images that are added. No image is kept."""
+    """HSIC1 of two layers over all added images. No image stays in memory."""
 
     def __init__(self) -> None:
         self._size, self._sums = 0, [torch.zeros(())] * 7
@@ -58,7 +58,7 @@ class WholeSample:
             self._centers = x_ND.mean(0), y_ND.mean(0)
             self._product = x_ND.new_zeros(x_ND.shape[1], y_ND.shape[1])
         x_ND, y_ND = x_ND - self._centers[0], y_ND - self._centers[1]
-        # the diagonals of the Gram matrices, which are left out
+        # the diagonals of the Gram matrices, which HSIC1 excludes
         squares_x_N, squares_y_N = x_ND.square().sum(1), y_ND.square().sum(1)
         self._size += len(x_ND)
         self._product.addmm_(x_ND.T, y_ND)
@@ -74,8 +74,8 @@ class WholeSample:
 
 
 class WholeCka:
-    """CKA of two layers over all images that are added. Three products: (d^2 + e^2 + d e) x 8 bytes
-    for d and e entries."""
+    """CKA of two layers over all added images. Three products take (d^2 + e^2 + d e) x 8 bytes for
+    d and e entries."""
 
     def __init__(self) -> None:
         self._samples = WholeSample(), WholeSample(), WholeSample()

@@ -1,10 +1,9 @@
-"""`analysis invariance`: predictions and features of a network for changed images (shifted,
-flipped, cropped, with permuted pixels), and the accuracy of the mean prediction over augmented
-views.
+"""`analysis invariance`: predictions and features of a network for shifted, flipped, cropped and
+permuted images, and the accuracy of the mean prediction over augmented views.
 
-Each change is made to the model's input image, before the model's own pixel order. A shift fills
-with the mean color. CKA compares the features of the mixings for an image and the changed image. B
-batch, K changes, L mixings, M moments: numbers of views.
+Images change before the model's own pixel order is applied. A shift fills with the mean color. CKA
+compares the features of the mixings for an image and the changed image. B batch, K changes, L
+mixings, M numbers of views.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,18 +34,18 @@ ORDER = 0
 @dataclass(frozen=True)
 class Change:
     kind: str
-    """none, shift, flip, crop or permutation."""
+    """"none", "shift", "flip", "crop" or "permutation"."""
     of: Callable[[Tensor], Tensor]
-    """(B, C, H, W) to the same."""
+    """Function from images (B, C, H, W) to images of the same shape."""
     change: str = "unchanged"
-    """For tables and figures."""
+    """Name in tables and figures."""
     amount: float = 0.0
     """Pixels of a shift; remaining fraction of the side for a crop."""
     direction: str = ""
 
 
 def changes(size: int, *, quick: bool = False) -> Iterator[Change]:
-    """Yield the changes of images of this size, first no change. `quick`: fewer shifts."""
+    """Yield the changes of images of this size, first no change. `quick` has fewer shifts."""
     yield Change("none", Tensor.contiguous)
     for pixels in (each for each in (QUICK_SHIFTS if quick else SHIFTS) if each < size):
         for name, (y, x) in DIRECTIONS.items():
@@ -62,7 +61,7 @@ def changes(size: int, *, quick: bool = False) -> Iterator[Change]:
 
 
 def _crop(x_BCHW: Tensor, *, side: int) -> Tensor:
-    """Crop the middle and resize it to the old size."""
+    """Crop the middle and resize it to the original size."""
     size = x_BCHW.shape[2]
     middle = slice((size - side) // 2, (size - side) // 2 + side)
     cropped = x_BCHW[:, :, middle, middle]
@@ -85,7 +84,7 @@ def invariance(
     from analysis.features.drawing import draw_changes, draw_mixings, means_of
 
     frames = []
-    for run in dict.fromkeys(runs):  # one in memory at a time
+    for run in dict.fromkeys(runs):  # only one model is in memory
         subject = open_subjects([run], images.manifest, device=device)[run]
         parts = [measure(subject, images, quick=quick, device=device)]
         for seed in range(seeds if views else 0):
@@ -130,7 +129,7 @@ def measure(subject: Subject, images: Images, *, quick: bool, device: torch.devi
             same_K[number] += (predicted_B == usual_B).sum()
             pairs = ((grams_LNN, usual_LNN), (grams_LNN, grams_LNN), (usual_LNN, usual_LNN))
             hsic_K3L[number] += torch.stack([hsic(*pair).diagonal() for pair in pairs])
-            del features, grams_LNN, pairs  # frees their memory before the next ones
+            del features, grams_LNN, pairs  # frees memory before the next change
         num_images += len(labels_B)
     cross, one, other = hsic_K3L[..., None].cpu().unbind(1)
     names = ("kind", "change", "amount", "direction")
@@ -147,8 +146,8 @@ def measure(subject: Subject, images: Images, *, quick: bool, device: torch.devi
 def _measure_views(
     subject: Subject, images: Images, views: int, *, seed: int, device: torch.device
 ) -> pd.DataFrame:
-    """Return the accuracy of the mean softmax over the first 1, 2, 5, ... views, which are those of
-    `finetune evaluate num_views=... seed=...`."""
+    """Return the accuracy of the mean softmax over the first 1, 2, 5, ... views. `finetune evaluate
+    num_views=... seed=...` uses the same views."""
     checkpoint, model = subject.backbone.checkpoint, subject.backbone.model
     assert checkpoint is not None and model is not None
     moments, classes = moments_up_to(views), _classes(subject, images, device=device)

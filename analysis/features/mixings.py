@@ -1,6 +1,6 @@
-"""The outputs of a model's mixings before they are added to the skip path, in the order of the
-forward pass: two in each block of a Mixer (across tokens, across channels), one in each layer of an
-MLP or a SW-MLP.
+"""Outputs of a model's mixings before the skip path, in the order of the forward pass.
+
+A block of a Mixer has two mixings (tokens, then channels). A layer of an MLP or a SW-MLP has one.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +35,7 @@ from pretrain.ranks.world import read_alone
 
 
 def mixings_of(model: ImageModel) -> dict[str, nn.Module]:
-    """Return by name the module whose last output in a forward pass is that of the mixing. The
+    """Return modules by name: their last output in a forward pass is the output of the mixing. The
     permutation after an RP mixing changes no product of two rows."""
     found: dict[str, nn.Module] = {}
     for block in model.modules():
@@ -46,7 +46,7 @@ def mixings_of(model: ImageModel) -> dict[str, nn.Module]:
                 f"{number} channels": block.channel_mixing,
             }
         elif isinstance(block, Block):
-            # the end of each branch; an inverted block also has it in its middle
+            # each branch ends in it; an inverted block also uses it in its middle
             found[f"{len(found) + 1}"] = block.dropout
     return found
 
@@ -77,8 +77,7 @@ class Subject:
 
     @torch.no_grad()
     def run(self, images_BCHW: Tensor, take: Callable[[Tensor], Any]) -> tuple[Tensor, list[Any]]:
-        """Return the logits, and `take` of each mixing's output. One output is in memory at a
-        time."""
+        """Return the logits, and `take` of each mixing's output. Memory holds one output."""
         assert self.backbone.model is not None
         taken, last = dict[str, Any](), dict[str, Tensor]()
 
@@ -104,7 +103,7 @@ class Subject:
 def open_subjects(
     places: Iterable[str], manifest: Manifest, *, device: torch.device
 ) -> dict[str, Subject]:
-    """Open each checkpoint once, in the order of the first mention."""
+    """Open each checkpoint once, in the order of the arguments."""
     return {
         place: Subject.of(
             place, open_backbone(Checkpoint.open(place), manifest, device=device), device=device
@@ -127,9 +126,9 @@ class Images:
     def batches(
         self, title: str, *, size: int, device: torch.device, times: int = 1
     ) -> Iterator[Batch]:
-        """Yield batches of this image size on the device, in one fixed random order, because a
-        split stored class by class would have one class per batch. Images that do not decode are
-        skipped, and so are batches with less than half of their images or too few for HSIC1.
+        """Yield batches of this image size on the device in a fixed random order, because splits
+        may be stored class by class. Images that do not decode are skipped. A batch is skipped if
+        less than half of its images remain, or too few for HSIC1.
         `times`: how often each image is used, for the progress line."""
         part, found = Part(local_copy(self.dataset, storage=None), self.manifest, self.split), False
         with ExitStack() as opened:
@@ -155,7 +154,7 @@ class Images:
                     found = True
                 line.advance(len(chunk) * times)
         if not found:
-            problem = f"too few of its images decode ({FEWEST} are needed)"
+            problem = f"too few images decode ({FEWEST} are needed)"
             fix = "give another split, or run data_prep verify"
             raise UserError(f"{self.dataset}, {self.split}", problem, fix, code="damaged")
 

@@ -23,20 +23,20 @@ def add_commands(verbs: Verbs) -> None:
         epilog="analysis spectra runs/mine --out runs/mine-spectra",
     )
     spectra.add_argument(
-        "--fig4", action="store_true", help="no run: Figure 4 right; a minute on a core"
+        "--fig4", action="store_true", help="draw Figure 4 right without runs (one core minute)"
     )
     spectra.add_argument(
         "--figs1",
         action="store_true",
-        help="no run: Figure S.1 center and right, the largest against a; seconds",
+        help="draw Figure S.1 center and right without runs (seconds)",
     )
     structure = add_command(
         verbs,
         "structure",
         _structure,
         help=(
-            "Propositions 3.2 and 3.3 and Corollary 3.4 of the Mixer paper on random matrices; with"
-            " runs, the distance of their matrices to Monarch and Kronecker matrices"
+            "Mixer paper, Propositions 3.2 and 3.3 and Corollary 3.4 on random matrices; with runs,"
+            " also the distance of their matrices to Monarch and Kronecker matrices"
         ),
         description=(
             "Prints the largest difference of both sides of Proposition 3.2 and Corollary 3.4, and"
@@ -52,10 +52,10 @@ def add_commands(verbs: Verbs) -> None:
         help="the nonzero entries of effective matrices (Mixer paper, Figures 1 and S.9)",
         epilog="analysis masks --tokens 8 --channels 6",
     )
-    masks.add_argument("--tokens", type=at_least(2), default=8, help="S")
-    masks.add_argument("--channels", type=at_least(2), default=8, help="C")
+    masks.add_argument("--tokens", type=at_least(2), default=8, help="tokens S (default: 8)")
+    masks.add_argument("--channels", type=at_least(2), default=8, help="channels C (default: 8)")
     masks.add_argument(
-        "--seed", type=at_least(0), default=1, help="of permutations and of the SW-MLP's mask"
+        "--seed", type=at_least(0), default=1, help="seed of permutations and SW-MLP mask"
     )
     filters = add_command(
         verbs,
@@ -65,7 +65,7 @@ def add_commands(verbs: Verbs) -> None:
         epilog="analysis filters runs/mine",
     )
     filters.add_argument(
-        "--which", choices=["first", "largest", "all"], default="first", help="which neurons"
+        "--which", choices=["first", "largest", "all"], default="first", help="neurons to draw"
     )
     filters.add_argument(
         "--count",
@@ -77,7 +77,7 @@ def add_commands(verbs: Verbs) -> None:
         "--color",
         choices=["max", "furthest"],
         default="max",
-        help="weight of a pixel: the maximum over its colors, or the color furthest from 0",
+        help="drawn weight of a pixel: the maximum of its colors, or the color furthest from 0",
     )
     filters.add_argument(
         "--init", action="store_true", help="also show the initial weights of each run"
@@ -96,7 +96,7 @@ def add_commands(verbs: Verbs) -> None:
 
 def _spectra(options: argparse.Namespace) -> Result:
     if bool(options.runs) + options.fig4 + options.figs1 != 1:
-        problem = "needs one of: runs, --fig4, --figs1"
+        problem = "exactly one of runs, --fig4 and --figs1 is needed"
         raise UserError("RUN", problem, "give runs, for example", code="conflict")
     _check_checkpoints(options)
     with doing("loading torch"):

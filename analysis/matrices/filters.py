@@ -1,14 +1,14 @@
 """First layers as images, several checkpoints side by side, and the locality of their neurons
-(Scaling MLPs, Figures 10 and 11). Its Appendix B draws the maximum over the colors of a pixel.
+(Scaling MLPs, Figures 10 and 11). Appendix B of the paper draws the maximum of a pixel's colors.
 
-Locality of a neuron whose pixels have energies e, their squared weights summed over colors:
+Locality of a neuron, from the energy e of each pixel (squared weights summed over colors):
 
-    area         (sum e)^2 / (H W sum e^2), the fraction of the image that it uses: 1 / (H W) for
-                 one pixel, 1 for equal pixels, 3 / 5 for Gaussian and 15 / 19 for uniform noise
+    area         used fraction of the image, (sum e)^2 / (H W sum e^2). One pixel has 1 / (H W),
+                 equal pixels have 1, Gaussian noise 3 / 5, uniform noise 15 / 19.
     radius       root mean square distance of the energy from its center, divided by the side:
                  sqrt(1/6) = 0.41 for equal pixels
-    neighbors    correlation between the weights of adjacent pixels, after the mean of each color is
-                 subtracted: 0 for noise, nearly 1 if smooth, null for equal pixels
+    neighbors    correlation between the centered weights of adjacent pixels: 0 for noise, nearly 1
+                 if smooth, null for equal pixels
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class Layer:
 
     @property
     def locality(self) -> pd.DataFrame:
-        """Return a row for each neuron; area 0 for a neuron without weights."""
+        """Return a row for each neuron. A neuron of zeros has area 0."""
         weights = self.weight_NF.double().cpu().numpy().reshape(-1, 3, self.side, self.side)
         centered = weights - weights.mean((2, 3), keepdims=True)
         energy = (weights**2).sum(1)
@@ -101,8 +101,8 @@ def filters(runs: Sequence[Path], images: FilterImages, *, with_initial: bool) -
         if with_initial:
             model = initial_model(each)
             if model is None:
-                problem = f"{place} has no run that began from a seed"
-                raise UserError("--init", problem, "leave it out", code="unsupported")
+                problem = f"the weights in {place} did not begin from the seed of a run"
+                raise UserError("--init", problem, "remove --init", code="unsupported")
             weight = model.get_parameter(FIRST_LAYER).detach()
             layers.append(Layer(f"{name}, initial", weight, layer.side))
     rows = pd.concat([layer.locality for layer in layers], ignore_index=True)
@@ -148,7 +148,7 @@ def sheet(layers: Sequence[Layer], images: FilterImages) -> Image.Image:
 
 
 def draw_locality(rows: pd.DataFrame) -> Figure:
-    """Draw the fraction of the neurons below each value."""
+    """Draw the cumulative fraction of neurons for each measure."""
     with looks(*rows.layer.unique()):
         figure, axes_of = panels(3, height=2.4)
         for axes, (key, words) in zip(axes_of, MEASURES.items(), strict=True):

@@ -1,9 +1,12 @@
 """Spectra of initial matrices, without any run: Figures 4 right and S.1 of the Mixer paper.
 
-gamma m x m matrices with connections of probability p, N(0, 1/(p m)). Equation (17) of the paper
-has their largest singular value near sqrt(L+), L+ = c^2 + 3 c^2 sqrt(gamma) (1 - p) / q^2 with
-c = 1 + sqrt(gamma) and q^2 = p m. The printed form is too large if gamma is not 1; with
-q^2 = p gamma m it agrees with the measurement (docs/papers.md).
+The matrices are gamma m x m. A connection has probability p and weight N(0, 1/(p m)). Equation (17)
+of the paper predicts the largest singular value sqrt(L+):
+
+    L+ = c^2 + 3 c^2 sqrt(gamma) (1 - p) / q^2,   c = 1 + sqrt(gamma),   q^2 = p m
+
+This value is too large if gamma is not 1. It agrees with the measurement if q^2 = p gamma m
+(docs/papers.md).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
 Case = Mapping[str, Any]
-"""width, gamma, density, and the shape or the exponent that they come from."""
+"""Width, gamma and density of a matrix, and the shape or exponent behind them."""
 OMEGA, GAMMA = 2**19, 2.0
 SIDES = (
     (4, 360), (8, 252), (12, 203), (16, 173), (20, 152), (24, 136), (28, 124), (32, 113),
@@ -34,9 +37,9 @@ SIDES = (
 )  # fmt: skip
 """(C, S) of Figure 4."""
 SPARSER, SPARSER_OMEGA = 1.5, 1_000
-"""a and Omega of Figure S.1, center: m = Omega^((1 + a) / 2), p = Omega^-a."""
+"""Values a and Omega of Figure S.1, center: m = Omega^((1 + a) / 2), p = Omega^-a."""
 EXPONENTS = tuple(n / 4 for n in range(7))
-"""a of Figure S.1, right; the paper's own values are not in its text."""
+"""Values of a in Figure S.1, right: our choice, because the text of the paper has none."""
 LAWS = {"dense": "1 + √γ", "printed": "√L₊, q² = pm (printed)", "with_gamma": "√L₊, q² = pγm"}
 
 
@@ -70,8 +73,8 @@ def widths(
     gamma: float = GAMMA,
     seeds: int = 10,
 ) -> pd.DataFrame:
-    """Return the rows of Figure 4 right: at fixed Omega, the two matrices of each Mixer and the
-    SW-MLP of its width."""
+    """Return the rows of Figure 4 right: both matrices of each Mixer of one Omega, and the SW-MLP
+    of the same width."""
     cases = [
         {"channels": channels, "tokens": tokens, "width": channels * tokens, "gamma": gamma}
         | {"density": omega / (gamma * (channels * tokens) ** 2)}
@@ -90,9 +93,9 @@ def widths(
 def sparser(
     exponents: Sequence[float], omegas: Sequence[int], *, seeds: int, with_all_values: bool
 ) -> pd.DataFrame:
-    """Return the rows of Figure S.1: m x m matrices Z with about Omega connections, and all or only
-    the largest of their singular values, divided by the root of the mean diagonal entry of Z Z^T
-    (D.1). A dense matrix, a = 0, has the largest value 2 in the limit of large Omega."""
+    """Return the rows of Figure S.1: singular values of m x m matrices with about Omega
+    connections, all of them or only the largest. A matrix Z is divided by the root of the mean
+    diagonal entry of Z Z^T (D.1). For a = 0 (dense), the largest value tends to 2."""
     cases = [
         {"a": a, "omega": omega, "width": round(omega ** ((1 + a) / 2))}
         | {"density": omega**-a, "gamma": 1.0}
@@ -114,7 +117,7 @@ def sparser(
 
 
 def figure_4(*, quick: bool) -> Result:
-    """Return the rows, and for the greatest width the measured mean and deviation and the laws."""
+    """Return the rows, and the measured mean, deviation and laws at the greatest width."""
     rows = widths(SIDES[::4] if quick else SIDES, seeds=2 if quick else 10)
     widest = rows[rows.width == rows.width.max()]
     measured = {"width": widest.width.iloc[0], "measured": widest.sw_mlp.mean()}

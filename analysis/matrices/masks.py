@@ -1,5 +1,5 @@
 """Figures 1 and S.9 of the Mixer paper: the nonzero entries of m x m effective matrices, m = S C.
-A vector is token after token."""
+Vectors hold the image token by token."""
 
 import numpy as np
 import pandas as pd
@@ -55,5 +55,5 @@ def masks_of(tokens: int, channels: int, *, seed: int = 0) -> dict[str, Mask]:
 
 
 def _product(left: Mask, right: Mask) -> Mask:
-    """Return the entries that a product of such matrices can have."""
+    """Return the entries that can be nonzero in a product of matrices with these masks."""
     return left.astype(np.float32) @ right.astype(np.float32) > 0

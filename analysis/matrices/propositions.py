@@ -7,9 +7,9 @@ X is S x C, W is S x S and V is C x C. vec(X) is column after column, J vec(X) =
     3.3   min over V, W of L(V (x) W) + lambda / 2 (|V|_F^2 + |W|_F^2)
           >= min over B of L(B) + lambda / (C S) |B|_1
 
-For 3.3 the two regularizers are compared for each V and W, and the minima for the mean squared
-error L of a linear model. The minimum over B is that of a convex function; the minimum over V and W
-is the least of several starts.
+For 3.3, checks compare both regularizers for each V and W, and both minima for a linear model with
+mean squared error L. The problem over B is convex; the minimum over V and W is the least of several
+starts.
 """
 
 from itertools import product

@@ -1,19 +1,19 @@
 """Singular values of a run's matrices, from its initial weights to its last checkpoint, compared
 with the law of random matrices.
 
-They are the roots of the eigenvalues of the small Gram matrix in float64, which takes a third of
-the time of a singular value decomposition. An eigenvalue has an error of about 1e-15 of the largest
-one, so a singular value of a thousandth of the largest has a relative error of 1e-9. Values below
-NOISE of the largest are errors of rounding: the effective rank leaves them out.
+Singular values are roots of the eigenvalues of the smaller Gram matrix in float64, in a third of
+the time of a singular value decomposition. Eigenvalues have an error of about 1e-15 of the largest
+one. Hence a singular value at a thousandth of the largest has a relative error of 1e-9. Values
+below NOISE of the largest are rounding errors, and the effective rank skips them.
 
-The columns of a row, for each matrix W and step (the effective matrix has `copies` times both
-ranks):
+Columns of a row, for each matrix W and step (both ranks of the effective matrix are `copies` times
+higher):
 
     gaussian_edge   largest singular value of a Gaussian matrix with these sides and Frobenius norm
     stable_rank     |W|_F^2 / sigma_max^2
     effective_rank  exp(H) of the singular values divided by their sum; null for large matrices
-    distance        Kolmogorov's distance between the squared singular values and Marchenko and
-                    Pastur's law for the variance of W; null for large matrices
+    distance        Kolmogorov distance between the squared singular values and the law of Marchenko
+                    and Pastur for the variance of W; null for large matrices
     drift           |W - W0|_F / |W0|_F; null if the initial W0 is not known
 """
 
@@ -39,8 +39,8 @@ from pretrain.models.layers.sparse import largest_singular_value
 
 NOISE = 1e-7
 LONGEST_SIDE = 4096
-"""Side of the largest Gram matrix: 134 MB of float64, three times. Of larger matrices only the
-largest singular value is computed."""
+"""Side of the largest Gram matrix: 134 MB of float64, three times. Larger matrices get only their
+largest singular value."""
 LARGEST_DENSE = 4096 * 4096
 """Entries of the largest sparse matrix that is made dense before it is multiplied."""
 
@@ -99,8 +99,8 @@ def norm(weight: Array | csr_matrix) -> float:
 
 
 def singular_values(weight: Array | csr_matrix, *, device: str = "cpu") -> Array | None:
-    """Return as many values as the shorter side has entries, the largest first; for several
-    matrices the values of all. None if the side is too long."""
+    """Return the singular values of one or several matrices, the largest first, or None if a
+    matrix is too large."""
     kept, num_values = weight, int(np.prod(weight.shape) // max(weight.shape[-2:]))
     if not isinstance(kept, np.ndarray):  # empty rows and columns add only zeros
         kept = kept[kept.getnnz(1) > 0][:, kept.getnnz(0) > 0]
@@ -126,8 +126,8 @@ def effective_rank(values: Array) -> float:
 
 
 def distance(values: Array, *, ratio: float) -> float:
-    """Return the distance to the law for entries with the mean square of W, so that growth of all
-    entries does not change it."""
+    """Return the distance to the law for entries with the mean square of W. Scaling W does not
+    change the distance."""
     squares = np.sort(values.astype(np.float64) ** 2)
     if not squares.any():
         return 1.0
@@ -138,12 +138,12 @@ def distance(values: Array, *, ratio: float) -> float:
 
 @lru_cache(maxsize=64)
 def marchenko_pastur(ratio: float, num_points: int = 8192) -> tuple[Array, Array]:
-    """Return x and the fraction below x of the squared singular values divided by their mean, for
-    matrices whose shorter side is `ratio` of the longer side.
+    """Return x and the fraction of squared singular values below x times their mean. `ratio`: the
+    shorter side of the matrices divided by the longer side.
 
-    The density sqrt((b - x)(x - a)) / (2 pi ratio x) between a and b = (1 -+ sqrt(ratio))^2 is
-    summed over the angle t of x = 1 + ratio - 2 sqrt(ratio) cos t, because at ratio 1 it is
-    infinite at 0.
+    The density is sqrt((b - x)(x - a)) / (2 pi ratio x) between a and b = (1 -+ sqrt(ratio))^2. At
+    ratio 1 it is infinite at 0. Therefore the sum runs over the angle t of
+    x = 1 + ratio - 2 sqrt(ratio) cos t.
     """
     edges = np.linspace(0, np.pi, num_points + 1)
     middles = (edges[1:] + edges[:-1]) / 2
@@ -153,12 +153,12 @@ def marchenko_pastur(ratio: float, num_points: int = 8192) -> tuple[Array, Array
 
 
 def draw(rows: pd.DataFrame) -> dict[str, Figure]:
-    """Draw each run's last step, block by block, and the largest singular value over steps if there
-    are three steps."""
+    """Draw the last step of each run, block by block. Runs with three steps also get the largest
+    singular value over steps."""
     rows = rows[rows.block.notna()]
     if rows.empty:
         fix = "give an MLP, a Mixer or a SW-MLP"
-        raise UserError("RUN", "its blocks have no matrices", fix, code="unsupported")
+        raise UserError("RUN", "the blocks have no matrices", fix, code="unsupported")
     sides = rows.slices * rows[["rows", "columns"]].min(axis=1)
     rows = rows.assign(
         edge=rows.sigma_max / rows.gaussian_edge.replace(0, 1),
@@ -183,9 +183,9 @@ def draw(rows: pd.DataFrame) -> dict[str, Figure]:
 
 
 def draw_lines(rows: pd.DataFrame, titles: Mapping[str, str], *, x: str) -> Figure:
-    """Draw a panel for each column. The lines of a run have one color, those of a kind of matrix
-    one marker. Over blocks: the run's last step, and pale its initial weights; over steps: the mean
-    and range over all blocks."""
+    """Draw a panel for each column. A color is a run, a marker is a kind of matrix. Over blocks:
+    the run's last step, and its initial weights in a pale color. Over steps: the mean and range
+    over all blocks."""
     colors = dict(zip(rows.run.unique(), cycle(COLOURS), strict=False))
     markers = dict(zip(rows.name.unique(), cycle(MARKERS), strict=False))
     pale: dict[str, Any] = {"ls": ":", "alpha": 0.4}

@@ -1,8 +1,8 @@
 """Distance of a matrix to the nearest Monarch and Kronecker matrix, compared with random matrices
 with the same singular values.
 
-Outputs are a grid of S x C, inputs one of H x V, token by token: W[(s, c), (h, v)]. Both nearest
-matrices (in the Frobenius norm) are made of rank-1 approximations, so their distance needs the
+The outputs of W[(s, c), (h, v)] form a grid S x C, the inputs a grid H x V, token by token. Both
+nearest matrices (in the Frobenius norm) consist of rank-1 approximations. Their distance needs the
 singular values of
 
     Monarch     L[c][s, h] R[h][c, v]   each slice over (s, v), one for every (c, h)
@@ -10,8 +10,8 @@ singular values of
                                         Pitsianis)
 
 A Kronecker matrix is also a Monarch matrix. The grid of a SW-MLP is tokens by channels; other grids
-are as near to a square as the sides allow. If a side is prime, the slices are vectors, each matrix
-has the form, and there is nothing to compare.
+are as near to a square as the sides allow. If a side is prime, the slices are vectors and every
+matrix has the form, so nothing is compared.
 """
 
 import math
@@ -46,7 +46,7 @@ def distance(weight: Array | Tensor, form: str, *, out: Grid, into: Grid) -> flo
 
 
 def slices_of(weight: Array | Tensor, form: str, *, out: Grid, into: Grid) -> Tensor:
-    """Return (number, rows, columns): the matrices that get rank 1."""
+    """Return the matrices that get rank 1: (number, rows, columns)."""
     whole = torch.as_tensor(weight).double().reshape(*out, *into)  # s, c, h, v
     if form == "monarch":
         return whole.permute(1, 2, 0, 3).reshape(out[1] * into[0], out[0], into[1])
@@ -61,7 +61,7 @@ def of_equal_spectrum(
     for side in shape:
         normal = torch.from_numpy(generator.standard_normal((side, len(values)))).to(device)
         orthogonal, triangle = torch.linalg.qr(normal)
-        turned.append(orthogonal * triangle.diagonal().sign())  # QR alone is not uniform
+        turned.append(orthogonal * triangle.diagonal().sign())  # QR without signs is not uniform
     product: Tensor = (turned[0] * torch.from_numpy(values).to(device)) @ turned[1].mT
     return product
 
@@ -82,7 +82,7 @@ def structure(places: list[Path], *, quick: bool, device: torch.device) -> Resul
         figures[""] = draw(rows)
         left_out = rows[rows.random.isna() | (rows.random == 0)]
         if len(left_out):
-            title = f"left out, with a prime side or more than {LARGEST_DENSE:,} entries:"
+            title = f"skipped, with a prime side or more than {LARGEST_DENSE:,} entries:"
             printed += [title, left_out[["run", "name", "form"]].drop_duplicates()]
     return Result(rows, facts | {"device": device.type}, figures, inputs, printed)
 
@@ -90,8 +90,8 @@ def structure(places: list[Path], *, quick: bool, device: torch.device) -> Resul
 def distances(
     runs: dict[str, list[Checkpoint]], *, randoms: int, device: str = "cpu"
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each matrix of a block, step and form; step 0 has the initial weights. The
-    distance of a matrix that is too large is null."""
+    """Yield a row for each matrix of a block, step and form. Step 0 has the initial weights. Large
+    matrices have null as distance."""
     generator = np.random.default_rng(0)
     for run, card, step, matrices, _ in steps_of(runs, title="structure"):
         tokens = None
@@ -120,7 +120,7 @@ def distances(
 
 
 def draw(rows: pd.DataFrame) -> Figure:
-    """Draw distances divided by those of the random matrices: below 1 is nearer to the form."""
+    """Draw distances divided by the distances of random matrices: below 1 is nearer to the form."""
     ratio = rows.distance / rows.random
     shown = rows.assign(**{form: ratio.where(rows.form == form) for form in FORMS})
     titles = {form: f"to the nearest {form.capitalize()} matrix" for form in FORMS}

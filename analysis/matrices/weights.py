@@ -1,8 +1,8 @@
 """The matrices of a checkpoint, and the initial matrices of its run.
 
-The effective matrix of a mixing is I (x) W or W (x) I, in an RP Mixer between two permutations. It
-has the singular values of W, each of them C or S times, so W is analyzed, with the number of its
-copies.
+The effective matrix of a mixing is I (x) W or W (x) I; an RP Mixer puts it between two
+permutations. Each singular value of W occurs C or S times in the effective matrix, so commands
+analyze W and note the number of copies.
 """
 
 from collections.abc import Iterator
@@ -65,8 +65,8 @@ def matrices_of(model: ImageModel, card: ModelCard) -> Iterator[Matrix]:
 
 
 def initial_model(opened: Checkpoint) -> ImageModel | None:
-    """Return the model as its run built it from the seed; None for imported weights, or a run that
-    began with other weights."""
+    """Return the model as its run built it from the seed. None for imported weights, and for runs
+    that began with other weights."""
     run_dir, card = opened.run_dir, opened.card
     run = read_run(run_dir) if run_dir else None
     if run is None or run.record.parents or run.record.seed is None:
@@ -80,8 +80,8 @@ def initial_model(opened: Checkpoint) -> ImageModel | None:
 def checkpoints_of(
     places: list[Path], *, newest_only: bool
 ) -> tuple[dict[str, list[Checkpoint]], list[Path]]:
-    """Return all checkpoints by the run's name (its path if two have the same name), and their
-    directories."""
+    """Return the checkpoints by name of the run (by path if two names are equal), and the
+    directories of the checkpoints."""
     found: dict[str, list[Checkpoint]] = {}
     names = [name_of(place) for place in places]
     for place, name in zip(places, names, strict=True):
@@ -94,8 +94,8 @@ def checkpoints_of(
 def steps_of(
     runs: dict[str, list[Checkpoint]], *, title: str
 ) -> Iterator[tuple[str, ModelCard, int, list[Matrix], list[Matrix]]]:
-    """Yield (run, card, step, matrices, initial matrices) for each checkpoint, first for step 0 if
-    the run began from a seed; else there are no initial matrices."""
+    """Yield (run, card, step, matrices, initial matrices) for each checkpoint. Runs that began from
+    a seed also have step 0; other runs have no initial matrices."""
     with progress(title, total=sum(map(len, runs.values())), unit="checkpoints") as line:
         for run, checkpoints in runs.items():
             card, model = checkpoints[0].card, initial_model(checkpoints[0])

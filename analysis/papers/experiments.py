@@ -1,6 +1,6 @@
-"""Every figure, table and proposition of both papers: its plan, its command, or the reason why it
-has none, and the numbers that the paper prints. docs/papers.md and `analysis paper` show these
-rows. A test finds each plan of configs/plan/ in one of them.
+"""Figures, tables and propositions of both papers, with their plans or commands (or the reason why
+these are missing) and printed numbers. docs/papers.md and `analysis paper` show these rows. A test
+checks that each plan of configs/plan/ has a row.
 """
 
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ class Experiment:
     name: str
     about: str
     plans: tuple[str, ...] = ()
-    """Files of configs/plan/, without their endings."""
+    """Names of files in configs/plan/, without .yaml."""
     verb: str = ""
-    """Command of `analysis` for it, in which RUN and DATA are yours. `masks` and `widths` need no
-    run, so the page draws them."""
+    """Command of `analysis`. Replace RUN and DATA. The page draws `masks` and `widths`, which need
+    no run."""
     command: str = ""
-    """Complete command of another program that makes it."""
+    """Complete command of another program."""
     reason: str = ""
-    """Reason why nothing can be run."""
+    """Reason for missing plans and commands."""
     printed: str = ""
-    """Numbers of the paper."""
+    """Numbers in the paper."""
 
 
 WIDTHS = "widths --omega 10^8 --gamma 1"
@@ -89,13 +89,11 @@ EXPERIMENTS: dict[Paper, tuple[Experiment, ...]] = {
             ("mixer_table1_imagenet",),
             "table runs/plans/mixer_table1_imagenet",
         ),
-        Experiment(
-            "Table S.1", "Parts of each model", reason="a summary, whose marks the text lost"
-        ),
+        Experiment("Table S.1", "Parts of each model", reason="the marks are missing in our text"),
         Experiment("Fig. S.1 left", "SW-MLP at Omega = 2^16, by density", ("mixer_figS1_left",)),
         Experiment(
             "Fig. S.1 center, right",
-            "Singular values of a sparse matrix, and the largest one by a",
+            "Singular values of a sparse matrix; the largest one by a",
             verb="spectra --figs1",
             printed="a = 1.5, Omega = 10^3, 50 trials; 2 in the limit for a = 0; rises with a.",
         ),
@@ -104,15 +102,13 @@ EXPERIMENTS: dict[Paper, tuple[Experiment, ...]] = {
             "MLP-Mixer, RP MLP-Mixer and SW-MLP of hidden layers, by width",
             ("mixer_figS2",),
         ),
-        Experiment(
-            "Fig. S.3", "By gamma and by C at fixed width", ("mixer_figS3_left", "mixer_figS3")
-        ),
+        Experiment("Fig. S.3", "Error by gamma, and by C", ("mixer_figS3_left", "mixer_figS3")),
         Experiment(
             "Fig. S.4",
             "One of four blocks randomly permuted",
             ("mixer_figS4_caption", "mixer_figS4_text"),
         ),
-        Experiment("Fig. S.5", "By patch size, normal and RP", ("mixer_figS5",)),
+        Experiment("Fig. S.5", "Error by patch size, normal and RP", ("mixer_figS5",)),
         Experiment("Fig. S.6", "Test loss of S-Mixers, by C", ("mixer_figS6",)),
         Experiment("Fig. S.7", "Test and training loss with AutoAugment", ("mixer_figS7",)),
         Experiment("Fig. S.8", "Losses and test accuracy by AdamW", ("mixer_figS8",)),
@@ -130,7 +126,7 @@ EXPERIMENTS: dict[Paper, tuple[Experiment, ...]] = {
             ("scaling_laws",),
             "scaling POINTS.parquet",
             printed=(
-                "alpha 0.12, 0.25, 0.35 (not which is whose); alpha_P about 1, alpha_N about 0.35;"
+                "alpha 0.12, 0.25, 0.35 (targets not named); alpha_P about 1, alpha_N about 0.35;"
                 " P* ~ C^0.35, N* ~ C^0.65."
             ),
         ),
@@ -143,7 +139,7 @@ EXPERIMENTS: dict[Paper, tuple[Experiment, ...]] = {
         ),
         Experiment(
             "Public checkpoints",
-            "Fine-tuned, with 100 views, and probed: README of the code",
+            "Fine-tuned, with 100 views, and probed (README of the code)",
             ("scaling_public",),
             "table runs/plans/scaling_public",
         ),

@@ -3,8 +3,8 @@
     OUT/index.html       contains its images
     OUT/NAME.*           the files of each figure, such as mixer_fig7_depth.png and .json
 
-Figures are drawn from the runs that exist, after those of an earlier page have been removed. The
-page shows the command of each missing one, and the error of each one that cannot be drawn.
+`paper` removes the figures of an earlier page and draws new ones from existing runs. The page shows
+the command of each missing figure, and the error of each figure that fails.
 """
 
 import base64
@@ -40,13 +40,13 @@ PLANS, RUNS = "configs/plan", Path("runs/plans")
 class Section:
     experiment: Experiment
     commands: list[str]
-    """Commands that make the figure; one that works on this machine is first."""
+    """Commands that make the figure. The first one works on this machine."""
     num_finished: int = 0
     num_members: int = 0
     images: list[dict[str, object]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     origins: dict[str, list[tuple[Row, dict[str, str]]]] = field(default_factory=dict)
-    """For each plan: rows and the settings that they decide, printed ones first."""
+    """Rows of each plan with their settings, printed rows first."""
 
     @property
     def state(self) -> str:
@@ -68,7 +68,7 @@ class Section:
 
 
 def paper(name: Paper, out: Path, results: pd.DataFrame | None, *, is_demo: bool) -> Result:
-    """Write the page. `results`: a results table to use instead of runs."""
+    """Write the page from the runs, or from a table of results."""
     make_directory(out)
     sections = [_section(each, is_demo=is_demo) for each in EXPERIMENTS[name]]
     (out / "index.html").unlink(missing_ok=True)
@@ -90,7 +90,7 @@ def paper(name: Paper, out: Path, results: pd.DataFrame | None, *, is_demo: bool
     num_drawn = sum(bool(section.images) for section in sections)
     about = f"{len(sections)} figures and tables, {num_drawn} of them drawn"
     if is_demo:
-        about += "; demo variants on small datasets, whose numbers are not the paper's"
+        about += "; demo variants on small datasets (not comparable with the paper)"
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True)
     page = environment.get_template("page.html").render(

@@ -1,8 +1,8 @@
 """Origin of every setting of a plan: printed in a paper, or chosen by us.
 
-The rows of a plan are its lists `source` (a section of the paper) and `chosen` (a reason).
-`shared.yaml` has the rows for all plans of a paper. A row names settings and all values that they
-have in the members to which the row applies:
+A plan has two lists of rows: `source` (with a section of the paper) and `chosen` (with a reason).
+`shared.yaml` has the rows for all plans of a paper. A row applies to some members of a plan, and
+names settings with all their values in these members:
 
     source:
       - section: C.1
@@ -12,9 +12,9 @@ have in the members to which the row applies:
           model.patch_size: [4, 8]              # each member has one of them, and both occur
           model.num_channels, model.num_tokens: [[4, 360], [8, 252]]      # pairs
 
-For each member and setting, a row of the plan wins over a row of shared.yaml, and a row with more
-conditions wins over one with fewer. Two names are no settings: `trials` is the number of seeds,
-`command` is pretrain, tune, probe or evaluate.
+For each member and setting, rows of the plan win over rows of shared.yaml. Among these, the row
+with most conditions wins. Two names are not settings: `trials` is the number of seeds, `command` is
+pretrain, tune, probe or evaluate.
 """
 
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ EXECUTION = (
     *("command", "seed", "seeds", "local_batch_size", "include_plain", "model.storage"),
     *("feature_*", "features", "features_dir", "cache_gb", "tolerance"),
 )
-"""Patterns of settings that no row must name: they decide how and where a run is executed."""
+"""Patterns of settings that need no row, because they only decide how and where a run executes."""
 
 
 class Row(Settings):
@@ -59,9 +59,9 @@ class Row(Settings):
     reason: str | None = Field(None, examples=["not printed; the default of torch.optim.AdamW"])
     """Reason of a choice; null for a printed value."""
     settings: dict[str, Any]
-    """Values by setting, or by several settings that are separated by commas."""
+    """Values by setting, or by several settings separated by commas."""
     where: dict[str, Any] = Field(default_factory=dict)
-    """Settings that a member must have: a value, or a list of possible values."""
+    """Required settings of a member: a value, or a list of possible values."""
     note: str = ""
     """Other readings of the paper."""
 
@@ -80,7 +80,7 @@ Member = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Origin:
-    """A row's settings under one key, and the runs of the plan for which the row decides them."""
+    """One key of a row, and the runs of the plan whose settings the row decides."""
 
     row: Row
     key: str
@@ -92,7 +92,7 @@ class Origin:
 
     @property
     def values(self) -> list[Any]:
-        """Distinct values, in the order of the members."""
+        """Distinct values in the order of the members."""
         found = []
         for member in self.members:
             values = [member[name] for name in self.names]
@@ -131,8 +131,8 @@ def _rows(lists: Mapping[str, Any], path: str) -> list[Row]:
         for number, each in enumerate(lists.get(key, ())):
             row = validate(Row, dict(each))
             if getattr(row, needed) is None or (row.section and row.reason):
-                field, fix = f"{path}: {key}[{number}]", f"give a {needed} only"
-                raise SettingsError(field, f"it has no {needed}", fix, code="missing-value")
+                field, fix = f"{path}: {key}[{number}]", f"give only a {needed}"
+                raise SettingsError(field, f"the row has no {needed}", fix, code="missing-value")
             found.append(row)
     return found
 
@@ -191,12 +191,12 @@ def _has(member: Member, name: str, wanted: Any) -> bool:
 
 
 def differences(plan: Plan) -> list[str]:
-    """Return each setting that no row names, and each row whose values are not the plan's."""
+    """Return the settings without a row, and the rows with other values than the plan."""
     (own, shared), members = rows_of_plan(plan), members_of(plan)
     decisions = [_decisions(member, own, shared) for member in members]
     origins = _origins([*own, *shared], members, decisions)
     found = [
-        f"{each.key} is {in_yaml(each.values)} in the plan, but"
+        f"{each.key} is {in_yaml(each.values)} in the plan but"
         f" {in_yaml(each.row.settings[each.key])} in {each.row.origin}"
         for each in origins
         if not each.is_true
@@ -207,7 +207,7 @@ def differences(plan: Plan) -> list[str]:
             is_execution = any(fnmatch(name, pattern) for pattern in EXECUTION)
             if not is_execution and member[name] not in unnamed.setdefault(name, []):
                 unnamed[name].append(member[name])
-    found += [f"no row names {name}, which is {in_yaml(each)}" for name, each in unnamed.items()]
+    found += [f"no row names {name} ({in_yaml(each)})" for name, each in unnamed.items()]
     used = {(id(each.row), each.key) for each in origins}
     found += [
         f"{key} in {row.origin} decides nothing"

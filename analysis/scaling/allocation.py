@@ -1,6 +1,6 @@
-"""How size and data best grow with compute: lines through the frontier at one number of epochs, as
-in Scaling MLPs, and isoFLOP parabolas. Both are lines log y = intercept + exponent log C, without
-intervals: the least errors of noisy points are biased, and no interval for them has been tested.
+"""Best growth of size and data with compute, from the frontier at one number of epochs (as in
+Scaling MLPs) and from isoFLOP parabolas. Both fit lines log y = intercept + exponent log C. Lines
+have no intervals: the least errors of noisy points are biased, and no interval has been tested.
 K budgets, N points, P sizes of model.
 """
 
@@ -21,7 +21,7 @@ NUM_BUDGETS, NUM_NEAR, FEWEST_SIZES = 7, 5, 4
 class Allocation(Estimate):
     compute_K: Array = field(kw_only=True)
     best: Mapping[str, Array] = field(kw_only=True)
-    """The best parameters, and images or samples, at each compute."""
+    """Best parameters, and images or samples, at each compute."""
     lines: Mapping[str, Array] = field(kw_only=True)
     """Exponent and intercept."""
 
@@ -50,7 +50,7 @@ class IsoFlop:
     budgets_K: Array
     sizes_P: Array
     errors_KP: Array
-    """Interpolated on the frontier of each size; NaN outside its range of compute."""
+    """Errors interpolated on the frontier of each size; NaN outside its range of compute."""
     parabolas_K3: Array
     """Coefficients of log error in log P, the square first; NaN with too few known sizes."""
     allocation: Allocation | str
@@ -93,7 +93,7 @@ def by_parabolas(sample: Sample) -> IsoFlop | str:
 
 
 def around_least(errors_P: Array) -> NDArray[np.intp]:
-    """Return the best size and its neighbors: far from its minimum no curve is a parabola."""
+    """Return the best size and its neighbors, because curves are parabolas only near minima."""
     known = np.flatnonzero(np.isfinite(errors_P))
     last = max(0, len(known) - NUM_NEAR)
     first = int(np.clip(np.argmin(errors_P[known]) - NUM_NEAR // 2, 0, last))

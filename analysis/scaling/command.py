@@ -13,16 +13,16 @@ def add_commands(verbs: Verbs) -> None:
         verbs,
         "scaling",
         _scaling,
-        help="scaling laws of each target, recipe and family of models: in C, P and N, repeated"
-        " data, the best P and N",
+        help="scaling laws in C, P and N for each target, recipe and family of models; repeated"
+        " data; best P and N",
         epilog="analysis scaling runs/plans/all.parquet --out runs/plans/scaling_laws-fits",
     )
     add_points(scaling, help="files of `analysis collect`, or CSV files with compute,error")
     scaling.add_argument(
-        "--target", action="append", default=[], help="only this dataset; may be repeated"
+        "--target", action="append", default=[], help="only this dataset (can be repeated)"
     )
     scaling.add_argument(
-        "--epochs", type=float, default=50.0, help="T of the allocation and of the law in P and N"
+        "--epochs", type=float, default=50.0, help="epochs of the allocation and P-N law (50)"
     )
     scaling.add_argument("--quick", action="store_true", help="200 resamples instead of 2,000")
 

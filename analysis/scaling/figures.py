@@ -22,7 +22,7 @@ LABELS = {"parameters": "P: parameters", "images": "N: different images"}
 
 
 def draw(studies: Sequence[Study]) -> dict[str, Figure]:
-    """Draw within `looks`."""
+    """Draw all figures. Callers open `looks`."""
     figures = {"compute": _draw_compute(studies)}
     if any(each.used[name].any() for each in studies for name in ("size", "data")):
         figures["size-data"] = _draw_size_and_data(studies)
@@ -57,13 +57,13 @@ def _draw_compute(studies: Sequence[Study]) -> Figure:
 
 
 def _draw_size_and_data(studies: Sequence[Study]) -> Figure:
-    """Draw the law in P and in N, with all else the largest."""
+    """Draw the law in P at the largest N and T, and the law in N at the largest P and T."""
     figure, axes = panels(2, height=2.6)
     for axis, law, others in zip(axes, ("size", "data"), ("N", "P"), strict=True):
         variable, _ = VARIABLES[law]
         for number, each in enumerate(studies):
             held, found, style = each.used[law], each.drawn[law], mark(number)
-            if held.any():  # a CSV knows neither
+            if held.any():  # a CSV has neither
                 values = each.sample.points[variable][held]
                 words = "too few for a law"
                 if not isinstance(found, str):
@@ -76,7 +76,7 @@ def _draw_size_and_data(studies: Sequence[Study]) -> Figure:
 
 
 def _draw_allocation(studies: Sequence[Study]) -> Figure:
-    """Draw P and N of the frontier at one number of epochs, and of the parabolas' minima."""
+    """Draw P and N of the frontier at one number of epochs, and of the minima of parabolas."""
     figure, axes = panels(2, height=2.6)
     for axis, (name, label) in zip(axes, LABELS.items(), strict=True):
         for number, each in enumerate(studies):
@@ -96,7 +96,7 @@ def _draw_allocation(studies: Sequence[Study]) -> Figure:
 
 
 def _draw_isoflop(studies: Sequence[tuple[Study, IsoFlop]]) -> Figure:
-    """Draw the parabolas, and their minima between the sizes."""
+    """Draw the parabolas, and their minima if these are between the sizes."""
     figure, axes = panels(len(studies), height=2.6)
     for axis, (each, iso) in zip(axes, studies, strict=True):
         last = len(iso.budgets_K) - 1
@@ -152,7 +152,7 @@ def _scale(axis: Axes, label: str, value: str = "error", *, legend_above: bool =
     if value == "error":
         axis.yaxis.set_minor_locator(NullLocator())
         axis.yaxis.set_major_formatter(lambda number, _: f"{100 * number:.3g} %")
-    if legend_above:  # beside no curve
+    if legend_above:  # so that it hides no curve
         axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), labelspacing=0.25)
 
 

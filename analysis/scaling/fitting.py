@@ -2,9 +2,9 @@
 errors at the same points.
 
 For known exponents (and parameters inside u), the factors a_j and E_inf follow by non-negative
-least squares in closed form. Only the shape, the other parameters, is searched: on a grid, then by
-Levenberg-Marquardt steps of at most three unknowns, for all sets of errors in one batch. A variable
-is measured in units of its geometric mean. Squares are of the error, not of its logarithm.
+least squares in closed form. The other parameters are the shape. A grid, then Levenberg-Marquardt
+steps search at most three of them, for all sets of errors in one batch. The unit of a variable is
+its geometric mean. Squares are of the error, not of its logarithm.
 
 B sets of errors, K columns (factors, then E_inf), Q shape parameters, N points.
 """
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Points = Mapping[str, Array]
-"""Columns: compute, parameters, images, epochs."""
+"""Values of the columns compute, parameters, images and epochs."""
 
 FLOOR = "E_inf"
 GRIDS = {
@@ -31,13 +31,13 @@ GRIDS = {
 BOUNDS = {"exponent": (0.01, 5.0), "offset": (0.0, 1e3), "repeats": (0.1, 1e5)}
 ROUNDS = 100
 _CHUNK = 60_000
-"""Sets of errors times points of one batch, which fits into the cache."""
+"""Sets of errors times points of one batch. Such a batch fits into the cache."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """factor * u^-exponent: u is the variable, the variable plus an `offset`, or N_eff = N (1 + R
-    (1 - e^(-(T-1)/R))), for less than one epoch the images seen."""
+    """The term factor * u^-exponent. Without `within`, u is the variable; `offset` adds a parameter
+    to it. `repeats` is u = N_eff = N (1 + R (1 - e^(-(T-1)/R))), or the images seen if T < 1."""
 
     variable: str
     factor: str
@@ -68,7 +68,7 @@ class Law:
 
     @cached_property
     def shape(self) -> dict[str, str]:
-        """The grid and bounds of each parameter of the shape."""
+        """Kind of each shape parameter: the key of its grid and bounds."""
         found = {term.exponent: "exponent" for term in self.terms}
         return found | {term.name: term.within for term in self.terms if term.within}
 
@@ -136,8 +136,7 @@ class Fit:
 
     @property
     def at_bounds(self) -> dict[str, Array]:
-        """True for each parameter that is at an end of its range, such as a factor, E_inf or an
-        offset of 0."""
+        """True for each parameter at an end of its range, such as a factor or E_inf of 0."""
         low, high = self.law.bounds
         shape = (self.shape_BQ <= low) | (self.shape_BQ >= high)
         return dict(
@@ -154,7 +153,7 @@ class Fit:
 
 
 def fit(law: Law, points: Points, errors_BN: Array) -> Fit:
-    """Fit the law to each set of errors. Each starts from its best grid point among those that are
+    """Fit the law to each set of errors. A fit starts from the best of the grid points that are
     good for the first set."""
     errors_BN = np.atleast_2d(errors_BN)
     units = {
@@ -186,11 +185,11 @@ def _good_places(law: Law, points: Points, errors_BN: Array) -> Array:
 
 
 def _non_negative(gram: Array, right: Array) -> Array:
-    """Solve many small least-squares problems without negative factors: try each choice of columns
-    and keep the best one without negative factors."""
+    """Solve many small least-squares problems: try each choice of columns and keep the best one
+    without negative factors."""
     size = right.shape[-1]
     best, gain = np.zeros_like(right), np.zeros(right.shape[:-1])
-    gram = gram * (1 + 1e-12 * np.eye(size))  # two equal columns can be solved
+    gram = gram * (1 + 1e-12 * np.eye(size))  # allows two equal columns
     for choice in product((True, False), repeat=size):
         held = np.array(choice)
         if not held.any():
@@ -214,8 +213,8 @@ def _project(law: Law, points: Points, errors_BN: Array, shape_BQ: Array) -> tup
 
 
 def _polish(law: Law, points: Points, errors_BN: Array, shape_BQ: Array) -> tuple[Array, ...]:
-    """Take Levenberg-Marquardt steps of the shape, with the factors projected out (Kaufman). A fit
-    that has converged leaves the batch."""
+    """Take Levenberg-Marquardt steps of the shape, with the factors projected out (Kaufman).
+    Converged fits leave the batch."""
     low, high = law.bounds
     live, damping, state = (
         np.arange(len(shape_BQ)),
@@ -248,8 +247,8 @@ def _polish(law: Law, points: Points, errors_BN: Array, shape_BQ: Array) -> tupl
 
 
 def _normal_equations(state: tuple[Array, ...]) -> tuple[Array, Array]:
-    """Return the normal equations (B, Q, Q) and gradient (B, Q) of the derivatives, without the
-    part that the columns in use can follow."""
+    """Return the normal equations (B, Q, Q) and gradient (B, Q) of the derivatives. The span of the
+    columns in use is projected out."""
     _, linear_BK, _, rest_BN, columns_BKN, slopes_BQKN = state
     tangents_BQN = np.einsum("bk,bqkn->bqn", linear_BK, slopes_BQKN)
     used = np.where((linear_BK > 0)[..., None], columns_BKN, 0.0)

@@ -1,6 +1,5 @@
-"""Laws with intervals: fitted to the measured errors and to resampled ones, and to the points
-without the largest size, whose errors they then predict. If the points are too few, the result is
-the reason."""
+"""Fit laws to measured errors, to resampled errors for intervals, and without the largest size to
+predict its errors. If the points are too few, functions return the reason."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ FULL = "full"
 
 
 def forms_of(variable: str) -> dict[str, Law]:
-    """Return a (b + x)^-alpha + E_inf, and the same without b and without E_inf."""
+    """Return the law a (b + x)^-alpha + E_inf, and its forms without b and without E_inf."""
     whole, bare = Term(variable, "a", "alpha", "offset", "b"), Term(variable, "a", "alpha")
     return {FULL: Law((whole,)), "b = 0": Law((bare,)), "E_inf = 0": Law((whole,), floor=False)}
 
@@ -41,15 +40,15 @@ class Estimate:
 
     num_points: int
     parameters: Mapping[str, Array]
-    """By name: the value for the measured errors, then for each set of resampled ones."""
+    """Values of each parameter: for the measured errors, then for each set of resampled errors."""
     fit: Fit | None = None
     aicc: float = np.nan
-    """Counts runs, because checkpoints of a run are not independent, and the noise as a
-    parameter."""
+    """AICc from the number of runs (checkpoints of a run are not independent). The noise counts as
+    a parameter."""
     beyond: float = np.nan
-    """Root mean square of predicted / measured - 1 at the largest size, fitted without it."""
+    """Root mean square of predicted / measured - 1 at the largest size, from a fit without it."""
     at_bounds: Mapping[str, float] = field(default_factory=dict)
-    """1 for a parameter that is at the end of its range, else the fraction of resamples."""
+    """1 for a parameter at an end of its range, otherwise the fraction of such resamples."""
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield a row for each parameter."""
@@ -61,8 +60,7 @@ class Estimate:
 
 
 def interval_of(values_B: Array) -> tuple[float, float]:
-    """Return the interval of the resamples, which follow the value for the measured errors; NaN
-    without resamples."""
+    """Return the interval of all values after the first (the resamples); NaN without resamples."""
     if len(values_B) < 2:
         return np.nan, np.nan
     low, high = np.percentile(values_B[1:], QUANTILES)
@@ -84,8 +82,8 @@ def estimate(
     without_N: NDArray[np.bool_] | None = None,
     resamples: int = 0,
 ) -> Estimate | str:
-    """Fit a law to the points that count. `without_N`: those that count without the largest `size`
-    (default: all smaller ones). `resamples`: sets of resampled errors for the intervals."""
+    """Fit a law to the points in `counted_N`. `without_N`: points for the fit without the largest
+    `size` (default: all smaller ones). `resamples`: sets of resampled errors for the intervals."""
     held = sample.of(counted_N)
     if lack := _lack(law, held):
         return lack
@@ -117,14 +115,13 @@ def estimate(
 
 
 def _resampled_errors(sample: Sample, fitted_N: Array, spare: int, count: int) -> Array:
-    """Return sets of errors (B, N) at the same points, because sizes are chosen, not drawn: each
-    run gets the residuals of a run drawn at random, checkpoint by checkpoint, so that the
-    checkpoints of a run stay correlated.
+    """Return sets of errors (B, N) at the same points, because sizes are chosen, not random. Each
+    run gets the residuals of a random run, checkpoint by checkpoint, so checkpoints stay
+    correlated.
 
-    Residuals are too small for two reasons. The fit follows the noise: they are divided by
-    sqrt(spare / runs). Their variance is itself estimated: they are multiplied by the quantile of
-    Student's t over that of a normal distribution. Percentiles of the resampled fits are then, for
-    a linear law, the usual t intervals."""
+    Two factors widen the residuals. The fit follows the noise, hence 1 / sqrt(spare / runs). The
+    variance is estimated, hence the quantile of Student's t over the normal quantile. For a linear
+    law, percentiles of the resampled fits are then the usual t intervals."""
     rest_N = sample.errors_N - fitted_N
     _, run_N, length_R = np.unique(sample.runs_N, return_inverse=True, return_counts=True)
     order_N = pd.Series(run_N).groupby(run_N).cumcount().to_numpy()
@@ -145,7 +142,7 @@ def _needed(law: Law) -> dict[str, int]:
 
 
 def _lack(law: Law, sample: Sample) -> str:
-    """Return why the points cannot fix the law with one to spare, or nothing."""
+    """Return the reason why the points cannot fix the law with one to spare, or ""."""
     spare = int(len(law.terms) == 1)
     counts = [
         (sample.num_different(name), NOUNS[name], needed + spare)

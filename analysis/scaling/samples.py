@@ -24,7 +24,7 @@ HELD = (
 )
 """Columns that are equal in all points of a law."""
 SAME_T = 0.01
-"""Relative difference of equal numbers of epochs: a run ends with a complete batch."""
+"""Tolerance for equal numbers of epochs, because runs end with a complete batch."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Sample:
 
     @property
     def disproportion(self) -> str:
-        """The reason why compute is not proportional to P N T; "" if it is."""
+        """Reason why compute is not proportional to P N T, or ""."""
         if self.kind in MIXERS:
             return "a Mixer uses each weight many times, so compute is not proportional to P N T"
         cost = self.points["compute"] / (self.points["parameters"] * self.points["samples"])
@@ -58,14 +58,14 @@ class Sample:
         return f"C / (P N T) varies by {ratio:.2f}" if ratio > PROPORTIONAL else ""
 
     def frontier(self, counted_N: NDArray[np.bool_] | bool = True) -> NDArray[np.bool_]:
-        """Return the points that are better than all of less compute, among those that count."""
+        """Return the counted points that have less error than all points of less compute."""
         errors_N = np.where(counted_N, self.errors_N, np.inf)
         least_N = np.minimum.accumulate(errors_N)
         return np.asarray(errors_N < np.concatenate([[np.inf], least_N[:-1]]))
 
     def largest(self, *names: str) -> NDArray[np.bool_]:
-        """Return the points with the largest value of the first name; of these the largest of the
-        second, and so on."""
+        """Return the points with the largest value of the first name, then among these points of
+        the second name, and so on."""
         held = np.ones(len(self.errors_N), bool)
         for name in names:
             values, tolerance = self.points[name], SAME_T * (name == "epochs")
@@ -74,7 +74,8 @@ class Sample:
         return held
 
     def at_epochs(self, wanted: float) -> tuple[NDArray[np.bool_], float]:
-        """Return the points at this number of epochs, or at the least known number."""
+        """Return the points at this number of epochs, or at the least known number, and the
+        number."""
         epochs = self.points["epochs"]
         held = np.abs(epochs / wanted - 1) <= SAME_T
         if not held.any() and np.isfinite(epochs).any():
@@ -106,8 +107,8 @@ def read_points(paths: Sequence[Path]) -> pd.DataFrame:
 
 
 def samples_of(results: pd.DataFrame, targets: Sequence[str] = ()) -> tuple[list[Sample], int]:
-    """Return a sample for each target, task, recipe and family of models, and the number of results
-    without a compute, such as those of imported weights."""
+    """Return a sample for each target, task, recipe and family of models, and the number of
+    skipped results. Imported weights have no compute, for example."""
     columns = [*results, *COLUMNS, *HELD, "weights", "neighbors"]
     results = results.reindex(columns=[*dict.fromkeys(columns)])
     fewest = results.neighbors.groupby(results.run).transform("min")
@@ -118,7 +119,7 @@ def samples_of(results: pd.DataFrame, targets: Sequence[str] = ()) -> tuple[list
         raise UserError("points", problem, fix, code="empty")
     if not (np.isfinite(known.compute) & (known.compute > 0) & known.error.between(0, 1)).all():
         problem = "a compute is not positive, or an error is not between 0 and 1"
-        raise UserError("points", problem, "divide per cents by 100", code="bad-value")
+        raise UserError("points", problem, "divide percentages by 100", code="bad-value")
     tasks = known.groupby("target").task.nunique()
     if unknown := [each for each in targets if each not in tasks]:
         problem, fix = f"{unknown[0]} has no results", f"give one of {', '.join(tasks.index)}"
@@ -142,7 +143,7 @@ def samples_of(results: pd.DataFrame, targets: Sequence[str] = ()) -> tuple[list
 
 def _sample(name: str, rows: pd.DataFrame) -> Sample:
     run = rows.weights.where(rows.weights.notna(), rows.run)
-    # computes of equal trainings differ in their last digits
+    # the compute of equal trainings differs in its last digits
     rows = rows.assign(run=run, rounded=rows.compute.map("{:.9e}".format).astype(float))
     rows = rows.sort_values(["rounded", "error", "run"])
     columns = {each: rows[each].astype(float).replace(0, np.nan).to_numpy() for each in COLUMNS}

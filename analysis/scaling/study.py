@@ -29,21 +29,22 @@ VARIABLES = {
     "size": ("parameters", "parameters"),
     "data": ("images", "images"),
 }
-"""The variable of each law, and the variable whose largest value is left out."""
+"""The variable of each law, and the variable whose largest value `beyond` predicts."""
 
 
 @dataclass(frozen=True)
 class Study:
     sample: Sample
     drawn: Mapping[str, Estimate | str]
-    """The fullest form of each law that the points fix, or why they fix none: compute (of the
-    frontier), size, data, sum, allocation (at one number of epochs), repeats, isoFLOP (at all)."""
+    """Fullest form of each law that the points fix, or the reason why they fix no form. Laws:
+    compute (frontier), size, data, sum and allocation (one number of epochs), repeats and isoFLOP
+    (all epochs)."""
     rows: pd.DataFrame
     """A row for each parameter of each form."""
     used: Mapping[str, NDArray[np.bool_]]
     """The points of each law in P, N and C."""
     epochs: float
-    """T of the allocation and of the law `sum`."""
+    """Epochs T of the allocation and of the law `sum`."""
     isoflop: IsoFlop | str
 
 
@@ -62,7 +63,7 @@ def study(sample: Sample, *, epochs: float, resamples: int) -> Study:
         for law, counted_N in used.items():
             variable, size = VARIABLES.get(law, ("", "parameters"))
             forms = {"": SUM_LAW if law == "sum" else REPEATS_LAW}
-            # the least errors of noisy points are biased: no interval
+            # no interval for compute: the least errors of noisy points are biased
             options: dict[str, Any] = {"size": size, "resamples": resamples}
             if law == "compute":
                 smaller_N = sample.frontier(~sample.largest("parameters"))
@@ -78,7 +79,7 @@ def study(sample: Sample, *, epochs: float, resamples: int) -> Study:
     drawn, rows = dict[str, Estimate | str](), list[dict[str, Any]]()
     for law, found in laws.items():
         fixed = {form: each for form, each in found.items() if not isinstance(each, str)}
-        # b = 0, the second form, needs least
+        # the second form (b = 0) needs the fewest points, so its reason is the clearest
         drawn[law] = next(iter(fixed.values()), [*found.values()][len(found) // 2])
         for form, each in fixed.items():
             place = {"target": sample.name, "law": law, "form": form, "drawn": each is drawn[law]}
@@ -112,7 +113,7 @@ def scaling(
                 printed.append(f"{name}: {law}: {best.form} has the lower AICc")
         printed += [f"{name}: {law}: {reason}" for law, reason in lacking.items()]
         if isinstance(each.drawn["sum"], Estimate):
-            words = disproportion or "they assume that compute is proportional to P N T"
+            words = disproportion or "assuming that compute is proportional to P N T"
             printed.append(
                 f"{name}: sum: {'no ' * bool(disproportion)}P* and N* exponents: {words}"
             )
@@ -125,8 +126,8 @@ def scaling(
             **points_of(each),
         }
     if num_left_out:
-        printed.append(f"{num_left_out:,} results without an error or a compute are left out")
-    number = {"left out, without error or compute": num_left_out, "resamples": resamples}
+        printed.append(f"{num_left_out:,} results without an error or a compute are skipped")
+    number = {"skipped, without error or compute": num_left_out, "resamples": resamples}
     with looks(*facts):
         figures = draw(studies)
     return Result(rows, {"checklist": CHECKLIST | number, "targets": facts}, figures, (), printed)
@@ -150,10 +151,10 @@ CHECKLIST: dict[str, Any] = {
             "E = a (b + x)^-alpha + E_inf in x = C, P, N; also b = 0, and E_inf = 0"
         ),
         "sum": (
-            "E = E_inf + A P^-alpha + B N^-beta at one number of epochs; P* ~ C^(beta / (alpha +"
-            " beta)) if C is proportional to P N T"
+            "E = E_inf + A P^-alpha + B N^-beta at one number of epochs;"
+            " P* ~ C^(beta/(alpha+beta)) if C is proportional to P N T"
         ),
-        "repeats": "the same at all, with N_eff = N (1 + R* (1 - e^(-(T-1)/R*))) instead of N",
+        "repeats": "sum at all epochs, with N_eff = N (1 + R* (1 - e^(-(T-1)/R*))) instead of N",
     },
     "compute": "C = 3 x MACs of an image x samples (Scaling MLPs); FLOP are twice that",
     "parameters": "all, with stem and head of the pretraining",
@@ -171,7 +172,7 @@ CHECKLIST: dict[str, Any] = {
         "variable projection: grid, factors and E_inf by non-negative least squares,"
         " Levenberg-Marquardt on the rest"
     ),
-    "units": "each variable in units of its geometric mean",
+    "units": "geometric mean of each variable",
     "grids": {
         name: [float(values[0]), float(values[-1]), len(values)]
         for name, values in fitting.GRIDS.items()
@@ -180,15 +181,15 @@ CHECKLIST: dict[str, Any] = {
     "starts": "the best grid point for each value of each shape parameter; the best for a resample",
     "groups": f"one law for each target, task and {', '.join(HELD)}",
     "intervals": (
-        f"size, data, sum, repeats: percentiles {QUANTILES} of fits to the same points with the"
-        " residuals of runs drawn at random (seed 0), times sqrt(runs / (runs - parameters)) t /"
-        " 1.96; they assume noise of one size. Frontier, allocation and isoFLOP: none, because a"
-        " least error of noisy points is biased"
+        f"size, data, sum, repeats: percentiles {QUANTILES} of fits to resampled errors. Errors get"
+        " residuals of random runs (seed 0), times sqrt(runs / (runs - parameters)) t / 1.96. This"
+        " assumes noise of one size. Frontier, allocation and isoFLOP: none, because the least"
+        " error of noisy points is biased"
     ),
     "aicc": ("runs ln(mean square) + 2 k + 2 k (k + 1) / (runs - k - 1); k counts the noise, too"),
     "beyond": (
-        "root mean square of predicted / measured - 1 at the largest size (data: N), fitted without"
-        " it"
+        "root mean square of predicted / measured - 1 at the largest size (data: N), from a fit"
+        " without it"
     ),
     "allocation": "least squares of log P and log N on log C over the frontier at one T",
     "isoFLOP": (
@@ -197,4 +198,4 @@ CHECKLIST: dict[str, Any] = {
         " the minima"
     ),
 }
-"""How the fits were made."""
+"""Description of the fits, for NAME.json."""

@@ -1,12 +1,12 @@
 """Table S.3 of the Mixer paper: memory, FLOPs and seconds per epoch of a SW-MLP, an RP-Mixer and an
 MLP-Mixer of the same widths.
 
-The small size is measured, by training steps without data loading: S = 64, C = 48, L = 3 and
-gamma = 2 as in the caption, AdamW, batch 128 and float32 as in C.3, which prints them under Table 1
-with the runtime. A SW-MLP has a block for each mixing (2 L) and the Mixer's Omega. The paper stores
-it dense with a mask of 4 bytes per entry; our storage (only the connections that exist) is a row of
-its own. The models take turns within a round, and ratios are medians over the
-rounds, because the speed of a shared machine drifts.
+The command times training steps of the small size, without data loading. The caption has S = 64,
+C = 48, L = 3 and gamma = 2. AdamW, batch 128 and float32 are from C.3 (runtime of Table 1). A
+SW-MLP has a block for each mixing (2 L) and the Mixer's Omega. The paper stores it dense with a
+mask of 4 bytes per entry. Our storage has only existing connections and gets its own row. Models
+take turns within a round and ratios are medians over rounds, because the speed of a shared machine
+drifts.
 """
 
 import time
@@ -27,10 +27,10 @@ from pretrain.models.spec import AnySpec, MixerSpec, SparseMlpSpec
 
 IMAGE_SIZE, NUM_CLASSES, BATCH, EPOCH = 32, 10, 128, 50_000
 NOTE = (
-    "paper: Table S.3, on a V100. It prints C = 48, but its FLOPs and its memory of the SW-MLP are"
-    " those of C = 64. Its memory of the Mixers is ten times that of their float32 weights at"
-    " C = 64 (docs/papers.md). An epoch is 50,000 images in batches of 128: forward, backward and"
-    " AdamW in float32, no data loading."
+    "paper: Table S.3, on a V100. The table prints C = 48, but FLOPs and SW-MLP memory fit C = 64."
+    " The printed memory of Mixers is ten times the float32 weights at C = 64 (docs/papers.md). An"
+    " epoch is 50,000 images in batches of 128: forward, backward and AdamW in float32, no data"
+    " loading."
 )
 
 
@@ -38,16 +38,16 @@ class Model(NamedTuple):
     name: str
     spec: AnySpec
     bytes_per_weight: int = 4
-    """8 with a mask entry for each weight."""
+    """Bytes of a weight; 8 with a mask entry."""
     paper_memory: str = ""
     paper_flops: str = ""
     paper_epoch_s: float | None = None
 
 
 def models_of(num_channels: int) -> tuple[Model, ...]:
-    """Return the models of the small size for a C; the table prints C = 48."""
+    """Return the models of the small size with C channels (48 in the table)."""
     mixer = {"patch_size": 4, "num_channels": num_channels, "depth": 3, "expansion": 2.0}
-    density = (1 / (IMAGE_SIZE // 4) ** 2 + 1 / num_channels) / 2  # of a Mixer (section 3.4)
+    density = (1 / (IMAGE_SIZE // 4) ** 2 + 1 / num_channels) / 2  # as in a Mixer (section 3.4)
     sparse = mixer | {"kind": "sw_mlp", "depth": 6, "density": density}
     normal = MixerSpec.model_validate(mixer | {"kind": "mixer"})
     rp = normal.model_copy(update={"permuted_blocks": "all"})
@@ -79,7 +79,7 @@ def cost(device: torch.device, *, quick: bool) -> Result:
 def measure(
     models: Sequence[Model], *, device: str, num_rounds: int, num_steps: int
 ) -> pd.DataFrame:
-    """Return one row for each model; ratios are to the first."""
+    """Return one row for each model, with ratios to the first model."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(BATCH, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator).to(device)
     labels = torch.arange(BATCH, device=device) % NUM_CLASSES
@@ -114,7 +114,7 @@ def measure(
 
 
 def block_cost(model: Model) -> tuple[int, int]:
-    """Return bytes and FLOPs of the mixings' matrices, as the table counts them."""
+    """Return bytes and FLOPs of the matrices of mixings, as the table counts them."""
     spec = model.spec
     if isinstance(spec, MixerSpec):
         tokens, channels = spec.tokens(image_size=IMAGE_SIZE), spec.num_channels

@@ -1,11 +1,11 @@
 """The efficiency table of Scaling MLPs: parameters, MACs, latency and throughput of four models at
 64 px.
 
-All models are measured in one process, one after the other in every round, because the speed of a
-shared machine drifts: the result is the ratio within a round, as a median over the rounds. Latency
-is the time of one image, throughput that of a batch. The images are on the device, so no data
-loading is measured. On CUDA a second throughput includes the transfer: each batch of pixels (uint8,
-in pinned memory) is copied to the device and converted before its forward pass, without overlap.
+The speed of a shared machine drifts. Therefore one process measures all models in every round, and
+the result is the median over rounds of the ratio within a round. Latency is the time of one image;
+throughput is measured with a batch. Images are on the device, so data loading is excluded. On CUDA,
+a second throughput includes the transfer. Each batch (uint8 pixels in pinned memory) is copied to
+the device and converted before its forward pass, without overlap.
 """
 
 import math
@@ -33,7 +33,7 @@ MEASURED = ("latency_s", "images_per_s", "images_per_s_with_transfer")
 
 
 class Published(NamedTuple):
-    """A row of Table 4, measured on an A5000; the throughput is that of the best batch."""
+    """A row of Table 4, measured on an A5000, with the throughput at the best batch size."""
 
     label: str
     million_parameters: float
@@ -51,8 +51,8 @@ PUBLISHED = {
 
 
 NOTE = (
-    "Above: Table 4 (A5000). The printed latency x throughput is many images, so the latency is"
-    " not of one image if the throughput is right. A.5 prints 6 x for the MLP without the transfer."
+    "Above: Table 4 (A5000). Printed latency x throughput is many images, so the printed latency"
+    " cannot be of one image. A.5 prints 6 x for the MLP without the transfer."
 )
 
 
@@ -106,8 +106,8 @@ def cost_of_named(name: str) -> Cost:
 def measure(
     models: Mapping[str, nn.Module], conditions: Conditions, *, image_size: int
 ) -> pd.DataFrame:
-    """Return one row for each round and model: latency_s, images_per_s, and images_per_s with the
-    transfer (null on a CPU)."""
+    """Return latency_s, images_per_s and images_per_s_with_transfer (null on a CPU) for each round
+    and model."""
     device, dtype = torch.device(conditions.device), DTYPES[conditions.dtype]
     size, is_cuda = conditions.batch_size, device.type == "cuda"
     generator, shape = torch.Generator().manual_seed(0), (size, 3, image_size, image_size)
@@ -115,7 +115,7 @@ def measure(
     pixels = torch.zeros(shape, dtype=torch.uint8, pin_memory=is_cuda)
 
     def seconds(model: nn.Module, count: int, least_s: float, *, transfer: bool = False) -> float:
-        """Return the mean time of a forward pass with all its results."""
+        """Return the mean time of a forward pass until its results are ready."""
         batch, num_passes, began_s = images[:count].contiguous(), 0, time.perf_counter()
         while num_passes == 0 or time.perf_counter() - began_s < least_s:
             if transfer:
@@ -146,8 +146,8 @@ def measure(
 
 
 def summarize(timings: pd.DataFrame) -> pd.DataFrame:
-    """Return one row for each model: medians, medians of the ratios to the first model within a
-    round, its cost, and what the paper publishes."""
+    """Return one row for each model: medians, median ratios to the first model within a round,
+    cost, and published numbers."""
     measured = timings.pivot(index="round", columns="model")[[*MEASURED]]
     names = timings.model.unique().tolist()
     latency, rate, with_transfer = (measured[each][names] for each in MEASURED)
@@ -176,8 +176,8 @@ def machine(device: str) -> str:
 
 
 def draw(rows: pd.DataFrame, conditions: Conditions) -> Figure:
-    """Draw images per second against MACs. Models on a dashed line do as many MACs per second as
-    the first one."""
+    """Draw images per second against MACs. A dashed line has the MACs per second of the first
+    model."""
     macs = rows.multiply_adds / 1e9
     with looks():
         figure, (axes,) = panels(1, height=2.7)

@@ -17,18 +17,18 @@ def add_commands(verbs: Verbs) -> None:
         help="errors of many runs by width, shape, depth, batch size ... over seeds (Mixer paper,"
         " Fig. 2d, 4-7; Scaling MLPs, Fig. 4)",
         description=(
-            "Draws mean and SD over seeds, and the binomial error of the test images. RP and normal"
-            " Mixers are compared by pairs of one seed. A sweep by width also gets Kendall's tau"
-            " with the exact one-sided p of falling errors, and Holm's correction for all lines; a"
-            " sweep by log_cs the optimum of a parabola with its interval."
+            "Draws mean and SD over seeds, and the binomial error of the test images. Pairs of one"
+            " seed compare RP with normal Mixers. A sweep by width also prints Kendall's tau, the"
+            " exact one-sided p of falling errors, and Holm's correction over lines. A sweep by"
+            " log_cs prints the optimum of a parabola with its interval."
         ),
         epilog="analysis sweep runs/plans/mixer_fig6_textC5.parquet --x log_cs --hue mixing",
     )
     sweep.add_argument(
         "--x",
         required=True,
-        help="a variable, such as width, density, log_cs, depth, gamma, patch_size or"
-        " global_batch_size, or an axis of the plan",
+        help="horizontal axis: a variable, such as width, density, log_cs, depth, gamma, patch_size"
+        " or global_batch_size, or an axis of the plan",
     )
     sweep.add_argument("--task", help="only results of this task, such as probe (default: all)")
     curves = add_command(
@@ -37,8 +37,8 @@ def add_commands(verbs: Verbs) -> None:
         _curves,
         help="training and test loss, ranges over seeds, and overfit (Mixer paper, Fig. S.6-S.8)",
         description=(
-            "Bands are the range over seeds; the table has the SD. Overfit is the last test loss"
-            " minus the smallest one, after a running mean over a tenth of the curve."
+            "Bands are ranges over seeds; the table has the SD. Overfit is the last test loss minus"
+            " the smallest one, after a running mean over a tenth of the curve."
         ),
         epilog="analysis curves runs/plans/mixer_figS6.parquet --hue mixing --facet shape",
     )

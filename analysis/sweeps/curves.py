@@ -1,6 +1,6 @@
-"""Losses and test accuracy during training, over seeds: their range, and by how much the last test
-loss exceeds the smallest one (overfit). Overfit uses smoothed curves: the smallest of noisy losses
-is biased downward."""
+"""Ranges over seeds of losses and test accuracy during training, and overfit (the last test loss
+minus the smallest one). Overfit uses smoothed curves, because the smallest of noisy losses is
+biased downward."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,13 +13,13 @@ from data_prep.errors import UserError
 
 LINE = ["facet", "hue", "curve"]
 SMOOTHED = 0.1
-"""Fraction of a test curve whose mean replaces each of its losses, for overfit."""
+"""Length of the running mean for overfit, as a fraction of the test curve."""
 
 
 def losses_of(
     results: pd.DataFrame, hue: Sequence[str] = (), facet: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """Return the loss of each seed: facet, hue, curve, run, epochs, loss."""
+    """Return the losses of each seed, with the columns facet, hue, curve, run, epochs and loss."""
     columns = {"train": "train_losses", "test": "test_losses"}
     return _over_epochs(results, columns, hue, facet).rename(columns={"value": "loss"})
 
@@ -27,8 +27,8 @@ def losses_of(
 def _over_epochs(
     results: pd.DataFrame, columns: Mapping[str, str], hue: Sequence[str], facet: Sequence[str]
 ) -> pd.DataFrame:
-    """Return the values of each curve's column. All seeds of a line are interpolated at the epochs
-    of its first one, as far as all of them go."""
+    """Return the values of each curve's column. Seeds of a line are interpolated at the epochs of
+    the first seed, over the range that all seeds cover."""
     known = results[results[[*columns.values()]].notna().any(axis=1)]
     if known.empty:
         fix = "train with tracking.enabled=true, which writes the event log"
@@ -60,7 +60,7 @@ def bands_of(values: pd.DataFrame) -> pd.DataFrame:
 
 
 def overfit_of(losses: "pd.Series[float]") -> float:
-    """Return the last value minus the least one of the running mean."""
+    """Return the last value of the running mean minus its least value."""
     window = max(1, round(SMOOTHED * len(losses)))
     smooth = losses.rolling(window, center=True, min_periods=1).mean()
     return float(smooth.iloc[-1] - smooth.min())

@@ -16,7 +16,7 @@ from finetune.looks import GREY, looks, panels, set_log_ticks
 
 def draw_sweep(places: pd.DataFrame, lines: pd.DataFrame, title: str) -> Figure:
     """Draw mean and SD over seeds; the band is the binomial error of the test images. A second
-    panel shows what permuting changes, one dot per seed."""
+    panel shows RP minus normal, one dot per seed."""
     facets, hues = places.facet.unique().tolist(), places.hue.unique().tolist()
     is_number = are_numbers(places.x)
     values = sorted(places.x.unique()) if is_number else places.x.unique().tolist()
@@ -65,7 +65,7 @@ def _draw_line(axes: Axes, own: pd.DataFrame, style: dict[str, Any], *, is_numbe
 
 
 def _set_x_ticks(axes: Axes, values: list[Any], *, is_number: bool) -> None:
-    """Use a logarithmic scale over more than tenfold."""
+    """Set ticks, and a logarithmic scale if values range over a factor of 10 or more."""
     if is_number:
         if values[0] > 0 and values[-1] >= 10 * values[0]:
             axes.set_xscale("log", base=2 if (np.log2(values) % 1 == 0).all() else 10)
@@ -92,8 +92,8 @@ def _draw_legend(figure: Figure, axes: Sequence[Axes]) -> None:
 
 
 def draw_curves(bands: pd.DataFrame) -> Figure:
-    """Draw the range and the mean over seeds; training is dashed. The accuracy has its own panel,
-    next to that of the losses."""
+    """Draw the range and the mean over seeds. Training is dashed. The accuracy has its own panel
+    next to the losses."""
     facets, hues = bands.facet.unique().tolist(), bands.hue.unique().tolist()
     per_facet = 1 + int((bands.curve == "accuracy").any())
     with looks(*facets, *hues):
@@ -102,7 +102,7 @@ def draw_curves(bands: pd.DataFrame) -> Figure:
         for (facet, hue, curve), own in bands.groupby(["facet", "hue", "curve"], sort=False):
             style = mark(hues.index(hue)) | {"marker": "o" if len(own) == 1 else ""}
             style |= {"linestyle": "--" if curve == "train" else "-"}
-            is_accuracy = curve == "accuracy"  # in the color of the test loss
+            is_accuracy = curve == "accuracy"  # no label: it has the color of the test loss
             label = "" if is_accuracy else ", ".join(filter(None, [legible(hue), curve]))
             values = own[["min", "mean", "max"]].to_numpy().T * (100 if is_accuracy else 1)
             each = axes[per_facet * facets.index(facet) + is_accuracy]
@@ -115,7 +115,7 @@ def draw_curves(bands: pd.DataFrame) -> Figure:
 
 
 def draw_widths(rows: pd.DataFrame) -> Figure:
-    """Draw m, and the p of a SW-MLP of that width and Omega, against C."""
+    """Draw m, and p of a SW-MLP with the same width and Omega, against C."""
     titles = {"width": "effective width m = S C", "density": "density p = Ω / (γ m²)"}
     with looks():
         figure, both = panels(2)

@@ -1,5 +1,4 @@
-"""Statistics of a sweep: whether the error falls with the width, and between which C and S it is
-least."""
+"""Statistics of a sweep: the trend of the error with the width, and the C / S of least error."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +14,9 @@ Facts = dict[str, Any]
 
 
 def kendall(x: Sequence[float], y: Sequence[float]) -> Facts:
-    """Return tau-b (-1 if each greater x has a smaller y) and the one-sided p of an order that
-    falls as strongly. The x differ. The null distribution is exact: equal y count as rising. Empty
-    if all y are equal."""
+    """Return tau-b (-1 if each greater x has a smaller y) and the one-sided p of falling y, or
+    nothing if all y are equal. All x differ. The null distribution is exact, and equal y count as
+    rising."""
     if len(set(y)) < 2:
         return {}
     rank = np.empty(len(x))
@@ -28,20 +27,20 @@ def kendall(x: Sequence[float], y: Sequence[float]) -> Facts:
 
 
 def holm(p: "pd.Series[float]") -> "pd.Series[float]":
-    """Return the p values after Holm's correction. Unknown ones are no tests."""
+    """Return the p values after Holm's correction, which ignores unknown values."""
     known = p.dropna().sort_values()
     remaining = np.arange(len(known), 0, -1)
     return (known * remaining).cummax().clip(upper=1).reindex(p.index)
 
 
 def optimum(x: Sequence[float], y: Sequence[float], seeds: Sequence[Any]) -> Facts:
-    """Return the x at which the parabola through all points is least between the first and the
-    last x, its 95 % interval, and whether 0 is inside.
+    """Fit a parabola and return its minimum between the first and the last x, a 95 % interval, and
+    true if 0 is inside.
 
-    Each seed has its own level, because its runs share initial weights and order. The interval is
-    Fieller's: all x at which a slope of 0 is not rejected by Student's t, with the variance of the
-    residuals over the degrees of freedom. It is the complete range if it is not certain that the
-    parabola opens upward. Empty with fewer than three different x or four degrees of freedom."""
+    Each seed has its own level, because its runs share initial weights and order. Fieller's
+    interval has all x at which Student's t does not reject a slope of 0, with the residual variance
+    per degree of freedom. The interval is the complete range if the parabola may open downward. The
+    result is empty with fewer than three different x or four degrees of freedom."""
     at, values = np.asarray(x, float), np.asarray(y, float)
     levels = pd.get_dummies(pd.Series([*seeds], dtype=str)).to_numpy(float)
     design = np.column_stack([at, at**2, levels])

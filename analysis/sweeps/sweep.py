@@ -1,8 +1,8 @@
 """Errors of many runs by a variable: one place for each panel (facet), line (hue) and x.
 
-A place has one result for each seed, equal in all variables. Results that differ in a variable
-other than x, hue and facet are an error, because their mean has no meaning. Shapes that only swap
-tokens and channels are one width and count once.
+A place has one result for each seed. Other differences are an error (variables other than x, hue
+and facet), because their mean has no meaning. Shapes that only swap tokens and channels are one
+width and count once.
 """
 
 import json
@@ -47,8 +47,8 @@ TITLES = {
 
 
 def with_variables(results: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """Return the results with a column for each variable and each axis of the plans, and the names
-    of the axes."""
+    """Return the results with a column for each variable and axis of the plans, and the names of
+    the axes."""
     labels = pd.DataFrame(map(json.loads, results.labels), index=results.index)
     numbers = labels.apply(pd.to_numeric, errors="coerce").astype(object)
     axes = numbers.where(numbers.notna(), labels)
@@ -85,18 +85,18 @@ def are_numbers(values: "pd.Series[Any]") -> bool:
 
 
 def grouped(results: pd.DataFrame, x: str, hue: Names, facet: Names) -> pd.DataFrame:
-    """Return the results with the columns `facet`, `hue` and `x`, sorted, after checking that all
-    results at a place are equal except for the seed."""
+    """Return sorted results with the columns `facet`, `hue` and `x`. Fail if results at a place
+    differ in more than the seed."""
     data, axes = with_variables(results)
     for name in filter(None, (x, *hue, *facet)):
         if name not in (*axes, *VARIABLES):
             fix = nearest(name, [*axes, *VARIABLES])
-            problem = "is not a variable or an axis of these plans"
+            problem = "this is not a variable or an axis of these plans"
             raise UserError(name, problem, fix, code="unknown-name")
     data = data.assign(x=data[x] if x else "")
     data = data[data.x.notna()]
     if data.empty:
-        raise UserError(x, "is not known for any result", "choose another x", code="empty")
+        raise UserError(x, "no result has this variable", "choose another x", code="empty")
     for column, names in (("facet", facet), ("hue", hue)):
         data[column] = [_words_of(values, names) for values in data[[*names]].to_numpy()]
     for column in PLACE:
@@ -121,7 +121,7 @@ def _check_place(place: pd.DataFrame, x: str, axes: Names) -> None:
             x or "--hue",
             f"{' and '.join(rows.run.iloc[[0, -1]])} are at the same place"
             f" and differ in {', '.join(names) or 'no variable'}",
-            f"give --hue or --facet {names[0]}" if names else "leave out one of them",
+            f"give --hue or --facet {names[0]}" if names else "remove one of them",
             code="conflict",
         )
 
@@ -133,8 +133,8 @@ def _differs(rows: pd.DataFrame, name: str) -> bool:
 def places_of(
     results: pd.DataFrame, x: str, hue: Names = (), facet: Names = (), task: str | None = None
 ) -> pd.DataFrame:
-    """Return one row for each place. Each seed counts once in means and deviations; `errors` are
-    those of `seeds`, `minus_normal` the differences between RP and normal Mixers of one seed."""
+    """Return one row for each place. Each seed counts once in means and deviations. `errors` has
+    the order of `seeds`; `minus_normal` has the differences RP - normal of each seed."""
     data = results[results.error.notna()]
     if task is not None:
         data = data[data.task == task]
@@ -147,7 +147,7 @@ def places_of(
     seeds = data.groupby([*PLACE, *SEED], sort=False, dropna=False)
     size, error = seeds.error.transform("size"), seeds.error.transform("mean")
     data = data.assign(num_results=size, error=error).drop_duplicates([*PLACE, *SEED])
-    # a Mixer's normal counterpart differs in nothing else
+    # the normal counterpart of an RP Mixer differs only in mixing
     names = [name for name in (*hue, *facet) if name != "mixing"]
     if "mixing" not in (*hue, *facet):
         names += [name for name in VARIABLES if name not in ("mixing", "model", *names)]
@@ -179,8 +179,8 @@ def places_of(
 
 
 def lines_of(places: pd.DataFrame, x: str) -> pd.DataFrame:
-    """Return Kendall's tau of each line against a width, with the p of all lines corrected for
-    their number, or the optimum against ln(C / S)."""
+    """Return for each line Kendall's tau against a width, with p corrected for the number of lines,
+    or the optimum against ln(C / S)."""
     lines = []
     for (facet, hue), own in places.groupby(["facet", "hue"], sort=False):
         statistics = {}
@@ -209,7 +209,7 @@ def sweep(
         printed.append(lines)
     if len(changes):
         words = f"{100 * changes.mean():+.2f} percentage points over {len(changes)} pairs of a seed"
-        printed.append(f"RP - normal: {words}, {pairs['lower']} of them lower")
+        printed.append(f"RP - normal: {words}; RP is lower in {pairs['lower']}")
     figure = draw_sweep(places, lines, TITLES.get(x, x))
     facts["lines"] = lines.to_dict("records")
     return Result(places, facts, {"": figure}, printed=printed)

@@ -1,5 +1,5 @@
-"""Figure 3 of the Mixer paper: at a fixed Omega, m of a Mixer and p of the SW-MLP of that width,
-against C."""
+"""Figure 3 of the Mixer paper: width m, and density p of a SW-MLP of that width, against C at a
+fixed Omega."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from data_prep.errors import UserError
 from pretrain.models.cost import tokens_for, widest_side
 
 LEAST = 4
-"""Tokens, and channels."""
+"""Least number of tokens, and of channels."""
 
 
 def widths(omegas: Mapping[str, float], gamma: float) -> Result:
@@ -22,11 +22,13 @@ def widths(omegas: Mapping[str, float], gamma: float) -> Result:
         side = int(widest_side(omega, gamma=gamma))
         if side <= LEAST:
             problem = f"{name} is too small: the widest Mixer has S = C = {side}"
-            fix = f"give at least the Omega of S = C = {LEAST + 1}"
+            fix = f"give at least the Omega that has S = C = {LEAST + 1}"
             raise UserError("--omega", problem, fix, code="bad-value")
         narrow = np.unique(np.geomspace(LEAST, side, 60).round()).astype(int).tolist()
         shapes = {(side, tokens_for(omega, num_channels=side, gamma=gamma)) for side in narrow}
-        shapes |= {(tokens, channels) for channels, tokens in shapes}  # of the same Omega
+        shapes |= {
+            (tokens, channels) for channels, tokens in shapes
+        }  # the mirrored shape has the same Omega
         rows = pd.DataFrame(sorted(shapes), columns=["channels", "tokens"])
         rows["width"] = rows.channels * rows.tokens
         rows["density"] = omega / (gamma * rows.width.astype(float) ** 2)

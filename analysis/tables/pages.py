@@ -14,17 +14,17 @@ from finetune.looks import looks
 
 NOTES = (
     (
-        "A cell is: ours / the paper's number / the gap in percentage points; all are top-1 in per"
-        " cent. Ours is the mean over the runs of the last recipe, with the sample deviation and"
-        " the number n of seeds or folds. +N counts finished runs that are left out: other"
-        " recipes, or a seed that was run again. ReaL labels need source.real."
+        "A cell has our top-1 in percent / the paper's number / the gap in percentage points. Ours"
+        " is the mean over the runs of the last recipe, with the sample deviation and the number n"
+        " of seeds or folds. +N counts skipped finished runs: other recipes, or earlier runs of a"
+        " seed. ReaL labels need source.real."
     ),
     (
         "DA: crop, flip, auto-augment, erasing or mixing is on; for a linear probe, augmented"
         " views. TTA: a tuned checkpoint with augmented views. A paper's row counts runs of its"
-        " model on the official split, from scratch for its length, or from 400 epochs of"
-        " ImageNet-21k (public checkpoint: 800) with the same augmentation. Runs on single folds"
-        " have rows of their own."
+        " model on the official split. These began from scratch with the same length, or from 400"
+        " epochs of ImageNet-21k (public checkpoint: 800) with the same augmentation. Runs on"
+        " single folds have their own rows."
     ),
 )
 COLORS = {"ours": "#1f2328", "not run": "#8b949e", "better": "#1a7f37", "worse": "#b35900"}
@@ -35,7 +35,7 @@ class Page(NamedTuple):
     title: str
     source: str
     cells: pd.DataFrame
-    """The cells as words; the index has the names of the rows."""
+    """Texts of the cells; the index has the names of the rows."""
     kinds: pd.DataFrame
     """Key of `COLORS` for each cell."""
 
@@ -45,7 +45,7 @@ class Page(NamedTuple):
 
     @property
     def lines(self) -> list[list[str]]:
-        """The header, then the rows."""
+        """Texts of the header, then of the rows."""
         rows = zip(self.cells.index, self.cells.to_numpy().tolist(), strict=True)
         return [["", *self.cells.columns], *([name, *cells] for name, cells in rows)]
 
@@ -91,8 +91,7 @@ def markdown(cells: pd.DataFrame) -> str:
 
 
 def with_runs(cells: pd.DataFrame) -> pd.DataFrame:
-    """Return our own table and the papers' tables that have a run; all tables if there is no
-    run."""
+    """Return our table and the papers' tables with a run, or all tables if no table has a run."""
     has_run = cells["mean"].notna().groupby(cells.table).transform("any")
     shown = cells[has_run] if has_run.any() else cells
     return shown.sort_values("source", key=lambda source: source != "", kind="stable")
@@ -112,7 +111,7 @@ def table(results: pd.DataFrame) -> Result:
 
 
 def draw(cells: pd.DataFrame) -> Figure:
-    """Draw our number above the paper's number and the gap; green if ours is not worse."""
+    """Draw our number above the paper's number and the gap, in green if ours is not worse."""
     pages = list(pages_of(cells, between="\n"))
     name_inches = max(NAME_INCHES, CHARACTER_INCHES * cells.row.str.len().max() + 0.3)
     widths = [name_inches + CELL_INCHES * len(page.cells.columns) for page in pages]

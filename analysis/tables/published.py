@@ -1,10 +1,10 @@
-"""The numbers that the papers' tables print, and the runs that each row is about.
+"""The numbers in the papers' tables, and the runs that belong to each row.
 
 The Mixer paper is "Understanding MLP-Mixer as a Wide and Sparse MLP" (Hayase and Karakida, ICML
-2024). MLP is the standard MLP of Scaling MLPs (Bachmann et al., NeurIPS 2023), MLP-Inv the MLP with
-inverted bottlenecks, DA data augmentation (random flips, crops and MixUp), TTA test-time
-augmentation. All numbers are top-1 in per cent; the errors of the Mixer paper are subtracted from
-100. Numbers that we have not seen in a paper are missing.
+2024). MLP is the standard MLP of Scaling MLPs (Bachmann et al., NeurIPS 2023), MLP-Inv has inverted
+bottlenecks. DA is data augmentation (random flips, crops and MixUp), TTA test-time augmentation.
+Numbers are top-1 in percent (100 minus the errors of the Mixer paper). Numbers that we have not
+seen in a paper are missing.
 """
 
 from typing import Literal, NamedTuple
@@ -33,12 +33,12 @@ Method = Literal["scratch", "tune", "probe", "tta", "knn"]
 class Row(NamedTuple):
     name: str
     top1: tuple[float, ...] = ()
-    """For the first columns."""
+    """Accuracies of the first columns."""
     method: Method | None = None
     """None if the paper cites the numbers."""
     model: AnySpec | None = None
     is_augmented: bool = True
-    """In the pretraining, or in the training from scratch."""
+    """True if the pretraining, or the training from scratch, has augmentation."""
     length: str = ""
     """Length of a training from scratch; "" for any."""
     public_epochs: int | None = None
@@ -51,7 +51,7 @@ class Table(NamedTuple):
     title: str
     source: str
     plan: str
-    """Plan of configs/plan/ that makes the runs."""
+    """Plan in configs/plan/ for the runs."""
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     decimals: int = 1
@@ -71,8 +71,8 @@ W, W_C3 = spec_of("mixer_b_w"), spec_of("mixer_b_w_c3")
 def _fig6(
     omega: str, target: str, length: str, shapes: dict[int, int], preset: str = "smixer_c128"
 ) -> Table:
-    """Return the table of the S-Mixers whose settings Table S.2 prints, and of their RP variants.
-    Their errors are only drawn, in Figure 6. `shapes`: S by C."""
+    """Return the table of the S-Mixers in Table S.2 and of their RP variants. The paper prints
+    settings, and draws the errors in Figure 6. `shapes`: S by C."""
     rows = tuple(
         Row(
             f"S {tokens}, C {channels}{', RP' if prefix else ''}",

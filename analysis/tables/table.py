@@ -1,10 +1,9 @@
 """The cells of the papers' tables, filled from the results table.
 
 Only finished runs count. Repetitions are runs of one recipe that differ only in seeds and folds. A
-cell has the recipe that was run last, and prefers runs of the table's own plan, because other plans
-train the same models with other batches or data. It is the mean over repetitions, each at its last
-run, with the sample deviation, and it counts the runs that it leaves out: no run is selected by its
-accuracy.
+cell prefers runs of the table's plan, because other plans train the same models with other batches
+or data. A cell shows the last recipe: the mean and sample deviation over the last run of each
+repetition. The cell also counts the other runs, because no run is selected by its accuracy.
 """
 
 import re
@@ -30,11 +29,10 @@ OURS = "Ours"
 
 
 def cells_of(tables: Sequence[Table], results: pd.DataFrame) -> pd.DataFrame:
-    """Return one row for each cell of the papers' tables, and of one more table for all runs that
-    no paper has a cell for.
+    """Return one row for each cell of the papers' tables, and of our table for all other runs.
 
     Columns: table, source, decimals, row, column, is_cited, paper, paper_std, mean, std,
-    num_repetitions, num_left_out, gap (all accuracies in per cent).
+    num_repetitions, num_left_out, gap (accuracies in percent).
     """
     entries = entries_of(results)
     is_used = pd.Series(False, index=entries.index)
@@ -69,7 +67,7 @@ def _by_numbers(name: str) -> list[str]:
 
 
 def entries_of(results: pd.DataFrame) -> pd.DataFrame:
-    """Return one row for each accuracy that a table may have, with its column and row name."""
+    """Return one row for each accuracy, with the names of its column and row."""
     data = last_of_each_run(results)
     data = data[data.method.notna() & data.error.notna()]
     words = ["benchmark", "target", "model", "length", "start", "split", "fold"]
@@ -123,7 +121,7 @@ def _is_meant(entries: pd.DataFrame, row: Row, column: str) -> "pd.Series[bool]"
 
 
 def _statistics(entries: pd.DataFrame, plan: str) -> dict[str, Any]:
-    """Return what a cell shows of these runs, which are sorted by time."""
+    """Return the numbers of a cell for these runs, which are sorted by time."""
     if entries.empty:
         return {"mean": None, "std": None, "num_repetitions": 0, "num_left_out": 0}
     own = entries[entries.plan == plan]

@@ -35,7 +35,7 @@ def add_verbs(verbs: Verbs) -> None:
         "images, folders, plain tars with or without labels, datasets of data_prep or their URLs"
     )
     predict.add_argument("pictures", metavar="PICTURES", nargs="+", help=kinds)
-    columns = "a .csv or .parquet file: picture, class, probability, ..., error"
+    columns = "a .csv or .parquet file: `picture`, class, probability, ..., error"
     predict.add_argument("--out", metavar="FILE", type=Path, help=columns)
     features = "a .parquet file with the features that a linear probe would see"
     predict.add_argument("--features", metavar="FILE", type=Path, help=features)
@@ -118,7 +118,7 @@ def inputs_of(paths: Sequence[Path], *, split: str | None) -> list[Input]:
                 if manifest.split(name, directory=path).num_samples:
                     found.append(Part(path, manifest, name))
     if split is not None and not any(isinstance(each, Part) for each in found):
-        problem = f"{split} is not valid: PICTURES has no dataset"
+        problem = f"{split} is not valid: `PICTURES` has no dataset"
         raise SettingsError("--split", problem, "remove --split", code="conflict")
     return found
 
