@@ -54,12 +54,13 @@ def api_page() -> str:
             for method, member in methods:
                 function = getattr(member, "__func__", member)
                 if method[0] != "_" and inspect.isfunction(function) and function.__doc__:
-                    text += f"\n### {name}.{method}\n\n" + _described(method, function)
+                    text += f"\n### {name}.{method}\n\n" + _described(f"{name}.{method}", function)
     return text
 
 
 def _described(name: str, found: Any) -> str:
-    signature = re.sub(r"'([^']+)'|(?:\w+\.)+(?=[A-Z])", r"\1", str(inspect.signature(found)))
+    signature = re.sub(r"(?<=[:>] )'([^']+)'", r"\1", str(inspect.signature(found)))
+    signature = re.sub(r"(?:\w+\.)+(?=[A-Z])|\b(?:self|cls)(?:, |(?=\)))", "", signature)
     text = inspect.getdoc(found) or ""
     text = "" if text.startswith(f"{found.__name__}(") else text  # dataclass wrote it
     return f"```python\n{name}{signature}\n```\n\n{text}\n"

@@ -20,6 +20,7 @@ from tests.budgets import num_characters
 from tests.data_prep.samples import encoded, picture, webp, write_files
 from tests.forked import begin, wait
 from tests.ranks import REPOSITORY
+from tests.site_check import remote_loads
 
 PACKAGES = ("data_prep", "pretrain", "finetune", "analysis", "cluster", "wide_mlps")
 
@@ -230,6 +231,17 @@ def test_each_code_block_of_the_site_runs_in_ci_or_says_why_not() -> None:
                 unmarked.append(page.name)
             before = line
     assert {*unmarked} <= UNMARKED
+
+
+def test_an_address_that_a_page_loads_is_found_and_a_link_is_not(tmp_path: Path) -> None:
+    page, style = tmp_path / "page.html", tmp_path / "style.css"
+    page.write_text(
+        '<a href="https://a.example"></a><link rel="canonical" href="https://b.example"><img'
+        ' src="x.png"><link rel="stylesheet" href="//c.example/x.css"><script src="https://d.example">'
+    )
+    style.write_text("@font-face {src: url('https://e.example/x.woff')} a {background: url(x.png)}")
+    assert remote_loads(page) == ["//c.example/x.css", "https://d.example"]
+    assert remote_loads(style) == ["https://e.example/x.woff"]
 
 
 def test_paths_in_code_blocks_of_the_site_exist() -> None:
