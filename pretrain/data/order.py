@@ -19,9 +19,10 @@ A `Mixture` of datasets is one line: the source of each position is a pure funct
 position. For two sources of weights a and b, floor(p a / (a + b)) of the first p positions belong
 to the first source. For more sources, the first is split from all others, and so on.
 
-In every range of positions each source has its fraction to within the number of sources. Position n of a source is
-position n of its own order. If weights are numbers of samples, one epoch has every sample of every
-source once. Sample ids of a source follow the ids of the previous sources, as in `ShardReader`.
+In every range of positions each source has its fraction to within the number of sources. Position n
+of a source is position n of its own order. If weights are numbers of samples, one epoch has every
+sample of every source once. Sample ids of a source follow the ids of the previous sources, as in
+`ShardReader`.
 
 N `CanonicalStreams` cut the samples into N ranges, each with its own order. Every global batch
 takes an equal part from each stream. A rank takes a connected part of the batch, so a node reads

@@ -194,7 +194,7 @@ def test_what_would_lead_the_loops_astray_is_refused() -> None:
     for wrong in (images.float(), images[..., :2], images[:, :4], images[0], images.to("meta")):
         with pytest.raises(AssertionError):
             crop(wrong, good, size=8)
-    with pytest.raises(AssertionError, match="pictures of 3"):
+    with pytest.raises(AssertionError, match="images of 3"):
         crop(images[:3], good, size=8)
     for weights in (np.ones(3), np.ones(4)):
         with pytest.raises(AssertionError, match="pairs"):
