@@ -4,8 +4,8 @@
 
 Cost: 14 million samples in 1,400 shards, 256 ranks, global batches of 16,384. A rank needs no table
 of an epoch. The first table shows time and memory for all sample numbers of a rank in one epoch. The
-next line shows the time to open a reader of 1,400 shards (links to one empty tar and one index),
-and the time to resume a `ShardLoader` until its first batch of 64.
+next line shows the time to open a reader of 1,400 shards (links to one empty tar and one index).
+The last value is the time to resume a `ShardLoader` until its first batch of 64.
 
 Mixing: 11 million samples of 10,450 classes. The second table shows the number of different classes
 in a global batch for each shuffle. `data_prep build` stores splits `shuffled`; `by class` is the

@@ -23,10 +23,10 @@ CEILINGS = {
     "analysis": 0,
     "cluster": 0,
     "benchmarks": 0,
-    "tests": 539,
-    "docs": 343,
+    "tests": 522,
+    "docs": 168,
     "README.md": 24,
-    "CONTRIBUTING.md": 14,
+    "CONTRIBUTING.md": 0,
 }
 MOST_WORDS = 25
 BANNED = re.compile(
