@@ -24,8 +24,11 @@ from tests.ranks import REPOSITORY
 PACKAGES = ("data_prep", "pretrain", "finetune", "analysis", "cluster", "wide_mlps")
 
 
-PAGES = ("README.md", "docs/data.md", "docs/training.md", "docs/transfer.md", "docs/analysis.md")
-"""Each builds on what the one before has made."""
+PAGES = (
+    *("README.md", "docs/data.md", "docs/training.md", "docs/transfer.md", "docs/analysis.md"),
+    *sorted(str(page.relative_to(REPOSITORY)) for page in REPOSITORY.glob("docs/analysis/*.md")),
+)
+"""Each page uses the results of the pages before it."""
 MANY_FILES = {
     "data_prep": (
         "the files of the contract, which the floors above import, stand in one place beside the"
@@ -83,7 +86,9 @@ def test_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """One command of each program, and those of launchers, are started as a shell does it; others
     that import torch are forked (see forked.py), with the words that a shell would make."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    for name in ("configs", "tests/analysis/points"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).symlink_to(REPOSITORY / name)
     text = (REPOSITORY / "docs/training.md").read_text()
     for name, code in re.findall(r"<!-- (\S+) in CI -->\n```python\n(.*?)```", text, re.DOTALL):
         (tmp_path / name).write_text(code)
@@ -159,6 +164,7 @@ def test_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert (tmp_path / left).exists(), left
     kept = {
         "configs",
+        "tests",
         "my_models.py",
         *(path.name for path in tmp_path.glob("output-*")),
     }  # of this test
@@ -183,7 +189,8 @@ def tracked_by_git(outputs: Iterable[str]) -> list[str]:
 
 def test_git_ignores_the_outputs_of_all_printed_commands() -> None:
     text = "".join(
-        page.read_text() for page in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"))
+        page.read_text()
+        for page in (REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md"))
     )
     lines = "\n".join(
         re.findall(r"^(?:data_prep|pretrain|finetune|analysis) .*", text, re.MULTILINE)
@@ -203,7 +210,7 @@ def test_links_between_pages_lead_somewhere() -> None:
     pages = [
         REPOSITORY / "README.md",
         REPOSITORY / "CONTRIBUTING.md",
-        *sorted((REPOSITORY / "docs").glob("*.md")),
+        *sorted((REPOSITORY / "docs").rglob("*.md")),
     ]
     for page in pages:
         links = [
