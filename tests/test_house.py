@@ -26,18 +26,21 @@ PACKAGES = ("data_prep", "pretrain", "finetune", "analysis", "cluster", "wide_ml
 
 
 PAGES = (
-    "README.md",
-    "docs/start/quickstart.md",
-    "docs/data.md",
-    "docs/training.md",
-    "docs/transfer.md",
+    *(
+        "README.md",
+        "docs/start/quickstart.md",
+        "docs/data.md",
+        "docs/training.md",
+        "docs/transfer.md",
+    ),
     "docs/analysis.md",
+    *sorted(str(page.relative_to(REPOSITORY)) for page in REPOSITORY.glob("docs/analysis/*.md")),
 )
 """Pages in the order in which their commands run. A command that an earlier page has is not
 repeated."""
 DOCS = sorted({*(REPOSITORY / "docs").rglob("*.md")} - {*(REPOSITORY / "docs/reference").glob("*")})
 """All hand-written pages of the site."""
-UNMARKED = {"cluster.md", "data.md", "launchers.md", "python.md", "training.md", "transfer.md"}
+UNMARKED = {"cluster.md", "launchers.md", "python.md", "training.md"}
 """Pages whose code blocks have no marks yet. Other tests run the blocks of python.md."""
 MANY_FILES = {
     "data_prep": (
@@ -96,7 +99,9 @@ def test_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """One command of each program, and those of launchers, are started as a shell does it; others
     that import torch are forked (see forked.py), with the words that a shell would make."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    for name in ("configs", "tests/analysis/points"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).symlink_to(REPOSITORY / name)
     text = (REPOSITORY / "docs/training.md").read_text()
     for name, code in re.findall(r"<!-- (\S+) in CI -->\n```python\n(.*?)```", text, re.DOTALL):
         (tmp_path / name).write_text(code)
@@ -172,6 +177,7 @@ def test_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert (tmp_path / left).exists(), left
     kept = {
         "configs",
+        "tests",
         "my_models.py",
         *(path.name for path in tmp_path.glob("output-*")),
     }  # of this test
