@@ -301,7 +301,7 @@ def test_the_lock_is_exact_hashed_and_names_no_registry() -> None:
 @pytest.mark.slow
 def test_long_files_long_functions_and_full_folders_have_a_reason() -> None:
     """A file over 16,000 non-whitespace characters or a function over 3,600 explains itself in a
-    docstring sentence that begins with "Long because"; a folder over 12 files in MANY_FILES."""
+    docstring sentence with "long because"; a folder over 12 files in MANY_FILES."""
     found = []
     for package in PACKAGES:
         for path in sorted((REPOSITORY / package).rglob("*.py")):
@@ -311,7 +311,7 @@ def test_long_files_long_functions_and_full_folders_have_a_reason() -> None:
             for node, limit in [(module, 16_000), *((each, 3_600) for each in functions)]:
                 source = text if node is module else ast.get_source_segment(text, node) or ""
                 size = num_characters(source)
-                if size > limit and "Long because" not in (ast.get_docstring(node) or ""):
+                if size > limit and "ong because" not in (ast.get_docstring(node) or ""):
                     found.append(f"{name}: {getattr(node, 'name', 'file')}: {size} characters")
         for folder in [REPOSITORY / package, *sorted((REPOSITORY / package).rglob("*/"))]:
             files = [
