@@ -146,7 +146,7 @@ def test_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             ("pretrain recommend", "pretrain train runs/mine")
         ):  # what was printed is what README has next
             (is_next,) = re.findall(r"^ *next:? +(\w.*)$", said, re.MULTILINE)
-            assert re.match(re.escape(is_next).replace("PICTURES", r"\S+"), printed[number + 1]), (
+            assert re.match(re.escape(is_next).replace("IMAGES", r"\S+"), printed[number + 1]), (
                 f"$ {line}\n{said}"
             )
     assert not as_typed

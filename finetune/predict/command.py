@@ -34,7 +34,7 @@ def add_verbs(verbs: Verbs) -> None:
     kinds = (
         "images, folders, plain tars with or without labels, datasets of data_prep or their URLs"
     )
-    predict.add_argument("pictures", metavar="PICTURES", nargs="+", help=kinds)
+    predict.add_argument("pictures", metavar="IMAGES", nargs="+", help=kinds)
     columns = "a .csv or .parquet file: `picture`, class, probability, ..., error"
     predict.add_argument("--out", metavar="FILE", type=Path, help=columns)
     features = "a .parquet file with the features that a linear probe would see"
@@ -103,10 +103,10 @@ def inputs_of(paths: Sequence[Path], *, split: str | None) -> list[Input]:
     for path in paths:
         if ":/" in str(path):  # Path makes one slash of two
             fix = "download it, or index it first with data_prep index ... label=none"
-            raise SettingsError("PICTURES", f"{path} is not on this disk", fix, code="unsupported")
+            raise SettingsError("IMAGES", f"{path} is not on this disk", fix, code="unsupported")
         if not path.is_dir() and not path.is_file():
             fix = "choose image files, folders, tars or datasets"
-            raise SettingsError("PICTURES", f"{path} does not exist", fix, code="missing-path")
+            raise SettingsError("IMAGES", f"{path} does not exist", fix, code="missing-path")
     found: list[Input] = []
     for is_dataset, group in groupby(paths, lambda path: (path / MANIFEST_NAME).is_file()):
         if not is_dataset:
@@ -118,7 +118,7 @@ def inputs_of(paths: Sequence[Path], *, split: str | None) -> list[Input]:
                 if manifest.split(name, directory=path).num_samples:
                     found.append(Part(path, manifest, name))
     if split is not None and not any(isinstance(each, Part) for each in found):
-        problem = f"{split} is not valid: `PICTURES` has no dataset"
+        problem = f"{split} is not valid: `IMAGES` has no dataset"
         raise SettingsError("--split", problem, "remove --split", code="conflict")
     return found
 
@@ -134,5 +134,5 @@ def _count(path: Path) -> int:
     count = sum(1 for _ in pictures_in(path))
     if not count:
         fix = f"for its tars give {path}/*.tar" if any(path.glob("*.tar")) else "remove it"
-        raise SettingsError("PICTURES", f"{path} holds no images", fix, code="empty")
+        raise SettingsError("IMAGES", f"{path} holds no images", fix, code="empty")
     return count

@@ -91,7 +91,7 @@ def _run(verb: str, options: argparse.Namespace) -> int:
     more = []
     if verb == "probe" and checkpoint is not None:
         place = shlex.quote(str(run_dir))
-        more = [f"  next     finetune predict {place} PICTURES --out predictions.csv"]
+        more = [f"  next     finetune predict {place} IMAGES --out predictions.csv"]
     return leave(True, run_dir=run_dir, is_first=world.is_first, more=more)
 
 

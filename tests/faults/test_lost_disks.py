@@ -85,7 +85,7 @@ def test_every_disk_is_lost_twice_and_the_bits_are_those_of_an_undisturbed_run(
     assert "run: resuming from step-00000008" in said and "stopped with a checkpoint" in said
     shutil.rmtree(tmp_path / "second" / "disk-0")
     said = finish(life("second"))
-    assert "run: resuming from step-00000014" in said or "run: going on from step-00000015" in said
+    assert "run: resuming from step-00000014" in said or "run: resuming from step-00000015" in said
     run_dir = tmp_path / "second" / "disk-0" / "run"
     assert_same_bits(run_dir, undisturbed)
     assert (

@@ -320,7 +320,7 @@ def what_is_edited_after_the_submission_changes_nothing(lab: Cluster) -> None:
             "config: # as submitted" in log and f"caches {lab.directory}/node/lab/wide-mlps-" in log
         )
     lab.wait(plain[0], "FAILED")
-    assert "configs/mine.yaml; submit it again" in lab.log(plain[0])
+    assert "configs/mine.yaml. Submit it again" in lab.log(plain[0])
     lab.wait(plain[1], "COMPLETED")  # another config's edit is none of its business
 
 
