@@ -24,8 +24,8 @@ CEILINGS = {
     "cluster": 0,
     "benchmarks": 0,
     "tests": 522,
-    "docs": 168,
-    "README.md": 24,
+    "docs": 42,
+    "README.md": 0,
     "CONTRIBUTING.md": 0,
 }
 MOST_WORDS = 25
@@ -71,6 +71,9 @@ def texts_of_python(source: str) -> Iterator[Text]:
 def texts_of_markdown(source: str) -> Iterator[Text]:
     """Return paragraphs, list items and headings without code, tables and links' addresses."""
     kept = re.sub(r"```.*?```", lambda block: "\n" * block[0].count("\n"), source, flags=re.DOTALL)
+    kept = re.sub(
+        r"<svg.*?</svg>", lambda image: "\n" * image[0].count("\n"), kept, flags=re.DOTALL
+    )
     kept = re.sub(r"<!--.*?-->", lambda note: "\n" * note[0].count("\n"), kept, flags=re.DOTALL)
     start, paragraph = 1, list[str]()
     for number, line in enumerate([*kept.splitlines(), ""], 1):
@@ -104,7 +107,7 @@ def violations_of(path: Path) -> Iterator[tuple[int, str, str]]:
             words = sentence.split()
             if len(words) > MOST_WORDS:
                 yield line, "long sentence", f"{len(words)} words: {' '.join(words[:6])} ..."
-            if OPENINGS.match(sentence):
+            if OPENINGS.match(sentence) and not sentence.endswith("?"):
                 yield line, "opening", " ".join(words[:5])
         if is_docstring and not re.match(r"[A-Z`\"'\d({\[]|\w+[_.(:=]", text.strip()):
             yield line, "docstring", text.strip()[:40]

@@ -265,8 +265,8 @@ def test_the_widest_mixer_of_figure_3_has_as_many_tokens_as_channels(
         assert omega.tolist() == pytest.approx(own.omega.tolist(), rel=0.13)
     words = ["widths", "--omega", "2^18", "--gamma", "4"]  # less than a decade of p
     assert main([*words, "--out", str(tmp_path / "x")]) == 0
-    ticks = re.findall(r"<!-- \$.*?\$ -->(.*?)</g>\s*</g>", (tmp_path / "x.svg").read_text(), re.S)
-    assert ticks and all(tick.count("<use") < 8 for tick in ticks)  # formulas are rendered
+    labels = re.findall("<!-- (.*?) -->", (tmp_path / "x.svg").read_text())
+    assert labels and not [label for label in labels if "$" in label]  # no raw formula
     capsys.readouterr()
     for omega, code in (("10", "bad-value"), (",", "missing-value")):
         assert main(["widths", "--omega", omega, "--out", str(tmp_path / "y")]) == 2
