@@ -28,14 +28,14 @@ API_HEAD = """# Python API
 
 
 def models_page() -> str:
-    """Return one table of named models per family."""
+    """Return one table of named models per family, without its empty columns."""
     text = MODELS_HEAD
     rows, _ = list_models()
     for family, title in FAMILIES.items():
-        text += f"\n## {title}\n\n" + _line(COLUMNS) + _line(["---"] * len(COLUMNS))
-        for row in rows:
-            name, *cells = row.cells
-            text += _line([f"`{name}`", *cells]) * (row.spec.kind == family)
+        table = zip(COLUMNS, *(row.cells for row in rows if row.spec.kind == family), strict=True)
+        head, *members = zip(*(column for column in table if any(column[1:])), strict=True)
+        text += f"\n## {title}\n\n" + _line(head) + _line(["---"] * len(head))
+        text += "".join(_line([f"`{name}`", *cells]) for name, *cells in members)
     return text
 
 

@@ -140,13 +140,13 @@ def _mixers() -> dict[str, Preset]:
     ss_8 = {"kind": "mixer", "patch_size": 8, "num_channels": 986, "depth": 2}
     ss_w = {"kind": "mixer", "patch_size": 4, "num_channels": 487, "depth": 2}
     found = {
-        "mixer_b_16": Preset(b_16, 224, "A, ImageNet-1k"),
-        "mixer_b_4": Preset({"kind": "mixer", "patch_size": 4}, 64, "B, efficiency"),
+        "mixer_b_16": Preset(b_16, 224, "ImageNet-1k"),
+        "mixer_b_4": Preset({"kind": "mixer", "patch_size": 4}, 64, "Scaling MLPs, Table 4"),
         "mixer_b_w": Preset(b_w, 224, "Table 1 (ImageNet-1k)"),
         "mixer_b_w_c3": Preset({**b_w, "expansion": 4.57}, 224, "C.3 (ImageNet-1k)"),
         "mixer_ss_8": Preset(ss_8, 32, "CIFAR Table 1", 10),
         "mixer_ss_w": Preset(ss_w, 32, "CIFAR Table 1", 10),
-        "rp_mixer_b_w": Preset({**b_w, "permuted_blocks": "all"}, 224, "A, cost"),
+        "rp_mixer_b_w": Preset({**b_w, "permuted_blocks": "all"}, 224, "cost"),
         "rp_mixer_ss_w": Preset({**ss_w, "permuted_blocks": "all"}, 32, "RP variant", 10),
     }
     for patch, tokens in {7: 923, 8: 779, 14: 283, 16: 196, 28: 26, 32: 15}.items():
@@ -192,7 +192,7 @@ def _others() -> dict[str, Preset]:
         fields = {"kind": "timm", "name": name}
         found[name] = Preset(fields, size, "Table 1; our recipe", num_classes)
     for name in ("resnet152_64", "vit_b_4"):
-        found[name] = Preset({"kind": "timm", "name": name}, 64, "B, efficiency")
+        found[name] = Preset({"kind": "timm", "name": name}, 64, "Scaling MLPs, Table 4")
     return found
 
 
