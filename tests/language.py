@@ -23,8 +23,8 @@ CEILINGS = {
     "analysis": 0,
     "cluster": 0,
     "benchmarks": 0,
-    "tests": 522,
-    "docs": 42,
+    "tests": 521,
+    "docs": 41,
     "README.md": 0,
     "CONTRIBUTING.md": 0,
 }
