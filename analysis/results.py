@@ -86,17 +86,8 @@ COLUMNS = {
 VARIABLES = (
     *("width", "hidden_width", "density", "channels", "tokens", "log_cs", "log2_omega", "gamma"),
     *("depth", "patch_size", "mixing", "kind", "model", "parameters", "multiply_adds", "epochs"),
-    *(
-        "images",
-        "samples",
-        "compute",
-        "lr",
-        "optimizer",
-        "global_batch_size",
-        "augmented",
-        "num_views",
-    ),
-    *("task", "target", "neighbors"),
+    *("images", "samples", "compute", "lr", "optimizer", "global_batch_size", "augmented"),
+    *("num_views", "task", "target", "neighbors"),
 )
 """Variables of figures, in addition to the axes of their plan. Not columns: log_cs = ln(C / S),
 log2_omega (rounded), mixing (normal or RP)."""

@@ -95,6 +95,7 @@ def fit(name: str, setting: float, seed: int, dataset: str, split: str) -> Mappi
     """Fit a peer in this process, and return its accuracy and size."""
     from sklearn.ensemble import HistGradientBoostingClassifier
     from sklearn.linear_model import LogisticRegression
+    from threadpoolctl import threadpool_limits
 
     torch.set_num_threads(1)
     train, test = read_split("train", dataset), read_split(split, dataset)
@@ -108,7 +109,8 @@ def fit(name: str, setting: float, seed: int, dataset: str, split: str) -> Mappi
         if is_linear
         else HistGradientBoostingClassifier(learning_rate=setting, random_state=seed)
     )
-    model.fit(x, train[1].numpy())
+    with threadpool_limits(1):  # more threads are slower at this size
+        model.fit(x, train[1].numpy())
     size = model.coef_.size + 10 if is_linear else None
     return {"top1": model.score(x_test, test[1].numpy()), "parameters": size}
 
@@ -125,9 +127,8 @@ def run_all(commands: Mapping[str, Sequence[str]], kept: Path) -> dict[str, dict
     while left or running:
         if left and len(running) < 2:
             name = left.pop(0)
-            shutil.rmtree(
-                RUNS / name, ignore_errors=True
-            )  # a resumed run would have too few minutes
+            # a resumed run would have too few minutes
+            shutil.rmtree(RUNS / name, ignore_errors=True)
             output = subprocess.PIPE if commands[name][0] == __file__ else None
             words = [sys.executable, *commands[name]]
             child = subprocess.Popen(words, env=environment, stdout=output, text=True)
@@ -142,9 +143,9 @@ def run_all(commands: Mapping[str, Sequence[str]], kept: Path) -> dict[str, dict
         row = {"name": name, "minutes": (usage.ru_utime + usage.ru_stime) / 60}
         row |= json.load(child.stdout) if child.stdout else {}
         print(json.dumps(row), flush=True)
-        rows.append(row)
-        write_atomic(kept, "".join(f"{json.dumps(each)}\n" for each in rows).encode())
-    return {row["name"]: row for row in rows}
+        done[name] = row
+        write_atomic(kept, "".join(f"{json.dumps(each)}\n" for each in done.values()).encode())
+    return done
 
 
 def command_of(name: str, setting: float, seed: int, dataset: str, split: str) -> list[str]:

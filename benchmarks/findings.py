@@ -10,18 +10,16 @@ percentage points. Brackets are 95 % intervals.
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pandas as pd
-from fashion import read_split
+from fashion import fit
 from frame import markdown
 from scipy import stats
-from sklearn.linear_model import LogisticRegression
-from threadpoolctl import threadpool_limits
 
 from analysis.sweeps.statistics import holm
 from analysis.sweeps.sweep import lines_of, places_of, with_variables
@@ -37,16 +35,9 @@ WORDS = {True: "yes", False: "no"}
 
 def baseline(dataset: str) -> tuple[float, float]:
     """Return the best C on `val` of logistic regression on gray pixels, and its test error."""
-    train, val, test = (
-        (images.flatten(1).numpy(), labels.numpy())
-        for images, labels in (read_split(split, dataset) for split in ("train", "val", "test"))
-    )
-    with threadpool_limits(1):  # more threads are slower at this size
-        models = {
-            c: LogisticRegression(C=c, max_iter=1000, tol=1e-3).fit(*train) for c in PENALTIES
-        }
-    best = max(models, key=lambda c: models[c].score(*val))
-    return best, 100 * (1 - models[best].score(*test))
+    name, seed = "logistic regression", 0
+    best = max(PENALTIES, key=lambda c: fit(name, c, seed, dataset, "val")["top1"])
+    return best, 100 * (1 - fit(name, best, seed, dataset, "test")["top1"])
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -98,11 +89,11 @@ def difference(
 
 
 def decide(
-    comparisons: Sequence[Comparison], weak: Iterable[str]
+    comparisons: Sequence[Comparison], weak: Set[str]
 ) -> tuple[dict[str, set[str]], list[str]]:
     """Return the outcomes of each rule, and the table of the comparisons. Comparisons of a weak arm
     are not tested, and Holm's correction does not count them."""
-    is_tested = [not {*each.arms} & {*weak} for each in comparisons]
+    is_tested = [weak.isdisjoint(each.arms) for each in comparisons]
     p = holm(pd.Series([each.p for each in comparisons]).where(is_tested))
     rows, outcomes = [], defaultdict[str, set[str]](set)
     for each, corrected in zip(comparisons, p, strict=True):
@@ -113,14 +104,26 @@ def decide(
     return outcomes, markdown(("rule", "prediction", "mean", "p", "holds"), rows)
 
 
-def errors_of(results: pd.DataFrame, axes: Sequence[str], num_runs: int) -> pd.DataFrame:
-    """Return the test errors in percent: a row for each seed, a column for each arm."""
+def errors_and_rates(
+    results: pd.DataFrame, axes: Sequence[str], num_runs: int
+) -> tuple[pd.DataFrame, "pd.Series[float]"]:
+    """Return the test errors in percent (a row for each seed, a column for each arm), and the
+    learning rate of each arm."""
     data = with_variables(results)[0].assign(percent=100 * results.error)
     errors = data.pivot(index="seed", columns=[*axes], values="percent")
     if errors.size != num_runs or errors.isna().any(axis=None):
         plan = results.plan.iloc[0]
         sys.exit(f"{plan}: the table needs {num_runs} runs. Run `make findings`.")
-    return errors
+    return errors, data.groupby([*axes], sort=False).lr.first()
+
+
+def weak_arms(errors: pd.DataFrame) -> set[str]:
+    """Return the arms that do not beat logistic regression."""
+    return {arm for arm in errors if errors[arm].mean() >= LOGISTIC_ERROR}
+
+
+def titled(arm: str, weak: Set[str]) -> str:
+    return f"`{arm}`{' (weak)' * (arm in weak)}"
 
 
 def conclude(conclusions: Mapping[str, bool]) -> str:
@@ -130,12 +133,10 @@ def conclude(conclusions: Mapping[str, bool]) -> str:
 
 def locality(results: pd.DataFrame) -> list[str]:
     """Decide "Width or locality"."""
-    errors = errors_of(results, ("pixels", "network"), 120)
+    errors, rates = errors_and_rates(results, ("pixels", "network"), 120)
     in_order, permuted = errors["in-order"], errors["permuted"]
     cost = permuted - in_order
-    rates = with_variables(results)[0].groupby(["network", "pixels"], sort=False).lr.first()
-    networks = [*dict.fromkeys(network for network, _ in rates.index)]
-    weak = [name for name in networks if in_order[name].mean() >= LOGISTIC_ERROR]
+    weak = weak_arms(in_order)
     outcomes, decisions = decide(
         [
             Comparison("2", "cost: `mixer`", cost["mixer"], "above", ("mixer",)),
@@ -162,12 +163,12 @@ def locality(results: pd.DataFrame) -> list[str]:
         conclusion = "The control fails, so the rules are not tested."
     table = [
         [
-            f"`{name}`{' (weak)' * (name in weak)}",
+            titled(name, weak),
             *(with_interval(each[name]) for each in (in_order, permuted)),
             with_interval(cost[name], "+"),
-            f"{rates[name, 'in-order']:g} / {rates[name, 'permuted']:g}",
+            f"{rates['in-order', name]:g} / {rates['permuted', name]:g}",
         ]
-        for name in networks
+        for name in rates["in-order"].index
     ]
     header = ("network", "in order", "permuted", "cost", "learning rates")
     return [*markdown(header, table), "", *decisions, "", conclusion]
@@ -231,9 +232,8 @@ BATCHES = [f"{schedule}-{epochs}" for schedule in ("cosine", "constant") for epo
 
 def mlp(results: pd.DataFrame) -> list[str]:
     """Decide "Inverted bottleneck, augmentation and batch size"."""
-    errors = errors_of(results, ("arm",), 100)
-    rates = with_variables(results)[0].groupby("arm", sort=False).lr.first()
-    weak = [arm for arm in rates.index if errors[arm].mean() >= LOGISTIC_ERROR]
+    errors, rates = errors_and_rates(results, ("arm",), 100)
+    weak = weak_arms(errors)
     gain = errors["inverted-mixup"] - errors["inverted"]
     other_gain = errors["standard-wide-mixup"] - errors["standard-wide"]
     arms = ("inverted-mixup", "inverted", "standard-wide-mixup", "standard-wide")
@@ -278,8 +278,7 @@ def mlp(results: pd.DataFrame) -> list[str]:
         }
     )
     table = [
-        [f"`{arm}`{' (weak)' * (arm in weak)}", with_interval(errors[arm]), f"{rate:g}"]
-        for arm, rate in rates.items()
+        [titled(arm, weak), with_interval(errors[arm]), f"{rate:g}"] for arm, rate in rates.items()
     ]
     steps = [
         [f"`{a}` minus `{b}`", with_interval(errors[a] - errors[b], "+")]

@@ -1,9 +1,7 @@
 import signal  # before any slow import
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # no traceback: interrupts.py raises it a moment later
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback until interrupts.py handles it
 
 import sys
 

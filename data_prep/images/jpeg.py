@@ -120,9 +120,8 @@ def _image_of(
         raise Rejection(
             "damaged", f"{frame.width} x {frame.height} in the header, {pixels_HWC.shape} decoded"
         )
-    raw_mode = (
-        "CMYK;I" if mode == "CMYK" else mode
-    )  # files contain CMYK as Adobe writes it, inverted
+    # files contain CMYK as Adobe writes it, inverted
+    raw_mode = "CMYK;I" if mode == "CMYK" else mode
     return Image.frombuffer(mode, size, pixels_HWC, "raw", raw_mode, 0, 1)
 
 
@@ -274,9 +273,8 @@ def _tidied(data: bytes, num_channels: int) -> bytes:
         if segment[4:9] == b"JFIF\0" and len(segment) > 9:
             segment[9] = 1  # libjpeg warns about any other version
         elif marker == _APP14 and segment[4:9] == b"Adobe" and len(segment) > 15 and segment[15]:
-            segment[15] = (
-                1 if num_channels == 3 else 2
-            )  # any other transform counts as YCbCr or YCCK
+            # any other transform counts as YCbCr or YCCK
+            segment[15] = 1 if num_channels == 3 else 2
         if marker == _START_OF_SCAN:
             if any(part[1] == 0xC0 or part[1] == 0xC1 for part in parts):
                 segment[

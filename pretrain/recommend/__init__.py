@@ -42,8 +42,7 @@ def _place(word: str) -> Path | str:
 
 
 def _recommend(options: argparse.Namespace) -> int:
-    from pretrain.recommend.command import (
-        recommend,
-    )  # and Pillow, which no other command needs so early
+    # imports Pillow, which no other command needs so early
+    from pretrain.recommend.command import recommend
 
     return recommend(options)

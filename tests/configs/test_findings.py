@@ -97,8 +97,8 @@ def test_the_outcome_of_a_comparison(
     values = pd.DataFrame({"a": [-1.0, 0, 0, 0, 1]}) * deviation + mean
     values["b"] = 0.0
     one = findings.difference("1", "", values, "a", "b", side)
-    assert findings.decide([one], [])[0] == {"1": {outcome}}
-    assert findings.decide([one], ["b"])[0] == {"1": {"not tested"}}
+    assert findings.decide([one], set())[0] == {"1": {outcome}}
+    assert findings.decide([one], {"b"})[0] == {"1": {"not tested"}}
 
 
 def test_the_correction_counts_tested_comparisons_only(findings: ModuleType) -> None:
@@ -107,8 +107,8 @@ def test_the_correction_counts_tested_comparisons_only(findings: ModuleType) -> 
         findings.difference(str(rule), "", values, "a", arm, "above")
         for rule, arm in enumerate(["b", *["weak"] * 9])
     )
-    assert findings.decide([one, *others], ["weak"])[0]["0"] == {"yes"}
-    assert findings.decide([one, *others], [])[0]["0"] == {"undecided"}
+    assert findings.decide([one, *others], {"weak"})[0]["0"] == {"yes"}
+    assert findings.decide([one, *others], set())[0]["0"] == {"undecided"}
 
 
 def sizes_by_macs(spec: AnySpec) -> tuple[int, int, int, int]:

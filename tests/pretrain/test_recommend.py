@@ -79,9 +79,8 @@ def test_choices_are_a_good_config_whatever_the_data_and_the_machine(
     settings = validate(
         PretrainSettings, parse_yaml(reasoned("train", pretraining), Path("x.yaml"))
     )
-    assert (
-        tuned.checkpoint.keep_best is settings.checkpoint.keep_best is False
-    )  # no checkpoint is chosen on a test split
+    # no checkpoint is chosen on a test split
+    assert tuned.checkpoint.keep_best is settings.checkpoint.keep_best is False
 
 
 def reasoned(template: str, values: dict[str, object]) -> str:
@@ -133,9 +132,8 @@ def test_pictures_become_a_dataset_and_a_config_that_stays_as_it_is_edited(
         "runs/my-photos",
     )
     check_against_data(data, model=settings.model, train=settings.train, schedule=settings.schedule)
-    one = load_settings(
-        PretrainSettings, path=config, overrides=["epochs=1"]
-    )  # shorter than its warm-up
+    # one epoch is shorter than its warm-up
+    one = load_settings(PretrainSettings, path=config, overrides=["epochs=1"])
     assert check_against_data(data, model=one.model, train=one.train, schedule=one.schedule) > 0
 
     before = config.read_bytes()
@@ -146,9 +144,8 @@ def test_pictures_become_a_dataset_and_a_config_that_stays_as_it_is_edited(
     )
     config.write_text(config.read_text().replace("100 epochs", "7 epochs"))
     edited = config.read_bytes()
-    assert (
-        main(["recommend", "data/my-photos", "--no-timing"]) == 0
-    )  # the dataset is as good as the pictures
+    # the dataset is as good as the images
+    assert main(["recommend", "data/my-photos", "--no-timing"]) == 0
     assert "(train.duration: 7 epochs, was 100 epochs)" in capfd.readouterr().out
     assert config.read_bytes() == edited != before
     assert main(["recommend", "data/my-photos", "--no-timing", "--overwrite"]) == 0
