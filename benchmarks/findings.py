@@ -1,4 +1,4 @@
-"""Decide the claims of docs/findings.md by their rules, from tests/analysis/points/findings_*.
+"""Decide the claims of docs/findings/ by their rules, from tests/analysis/points/findings_*.
 
     .venv/bin/python benchmarks/findings.py                   prints the result of each claim as Markdown
     .venv/bin/python benchmarks/findings.py baseline DATASET  fits logistic regression on a dataset
@@ -132,7 +132,7 @@ def conclude(conclusions: Mapping[str, bool]) -> str:
 
 
 def locality(results: pd.DataFrame) -> list[str]:
-    """Decide "Width or locality"."""
+    """Decide docs/findings/locality.md."""
     errors, rates = errors_and_rates(results, ("pixels", "network"), 120)
     in_order, permuted = errors["in-order"], errors["permuted"]
     cost = permuted - in_order
@@ -175,7 +175,7 @@ def locality(results: pd.DataFrame) -> list[str]:
 
 
 def width(results: pd.DataFrame) -> list[str]:
-    """Decide "Width at a fixed number of connections"."""
+    """Decide docs/findings/width.md."""
     data = with_variables(results)[0].assign(percent=100 * results.error)
     errors, rates = (
         data.pivot(index=["channels", "tokens"], columns=["mixing", "seed"], values=values)
@@ -231,7 +231,7 @@ BATCHES = [f"{schedule}-{epochs}" for schedule in ("cosine", "constant") for epo
 
 
 def mlp(results: pd.DataFrame) -> list[str]:
-    """Decide "Inverted bottleneck, augmentation and batch size"."""
+    """Decide docs/findings/mlp.md."""
     errors, rates = errors_and_rates(results, ("arm",), 100)
     weak = weak_arms(errors)
     gain = errors["inverted-mixup"] - errors["inverted"]

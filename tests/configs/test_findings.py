@@ -1,4 +1,4 @@
-"""docs/findings.md has the results of the committed tables and the sizes of the plans, and runs use
+"""docs/findings/ has the results of the committed tables and the sizes of the plans, and runs use
 the tuned rates."""
 
 import importlib
@@ -19,6 +19,7 @@ from pretrain.models.cost import cost_of, width_and_connections
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, StructuredMlpSpec
 from tests.ranks import REPOSITORY
 
+PAGES = REPOSITORY / "docs/findings"
 POINTS = REPOSITORY / "tests/analysis/points"
 AXES = {"width": ("shape", "mixing"), "locality": ("network", "pixels")}
 FINAL_AXES = {"width": ("arm",)}
@@ -31,10 +32,9 @@ def findings(benchmarks: None) -> ModuleType:
 
 
 def test_the_page_has_the_results_of_the_tables(findings: ModuleType) -> None:
-    page = (REPOSITORY / "docs/findings.md").read_text()
     for name, decide in findings.CLAIMS.items():
         results = pd.read_parquet(POINTS / f"findings_{name}.parquet")
-        assert "\n".join(decide(results)) in page
+        assert "\n".join(decide(results)) in (PAGES / f"{name}.md").read_text()
 
 
 @pytest.mark.parametrize("name", AXES)
@@ -42,9 +42,8 @@ def test_the_command_on_the_page_draws_the_table(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
-    (command,) = re.findall(
-        rf"`analysis (figure \S+findings_{name}.yaml .+?)`", Path("docs/findings.md").read_text()
-    )
+    page = (PAGES / f"{name}.md").read_text()
+    (command,) = re.findall(rf"`analysis (figure \S+findings_{name}.yaml .+?)`", page)
     assert analysis([*command.split(), "--out", str(tmp_path / "drawn")]) == 0
     assert (tmp_path / "drawn.png").stat().st_size > 10_000
 
@@ -136,16 +135,16 @@ def sizes_by_omega(spec: AnySpec) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.parametrize(
-    ("plan", "axis", "title", "sizes_of"),
+    ("plan", "axis", "sizes_of"),
     [
-        ("locality", "network", "Width or locality", sizes_by_omega),
-        ("depth", "network", "Depth of RP-Mixers", sizes_by_omega),
-        ("sparse", "network", "Sparse MLPs and Mixers", sizes_by_omega),
-        ("mlp", "arm", "Inverted bottleneck, augmentation and batch size", sizes_by_macs),
+        ("locality", "network", sizes_by_omega),
+        ("depth", "network", sizes_by_omega),
+        ("sparse", "network", sizes_by_omega),
+        ("mlp", "arm", sizes_by_macs),
     ],
 )
 def test_the_page_has_the_sizes_of_the_networks(
-    plan: str, axis: str, title: str, sizes_of: Sizes, monkeypatch: pytest.MonkeyPatch
+    plan: str, axis: str, sizes_of: Sizes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     models = {
@@ -154,12 +153,8 @@ def test_the_page_has_the_sizes_of_the_networks(
         for work in stage.works
         if isinstance(work.settings, PretrainSettings)
     }
-    (section,) = re.findall(
-        rf"^## {title}$(.+?)(?:^## |\Z)",
-        Path("docs/findings.md").read_text(),
-        flags=re.MULTILINE | re.DOTALL,
-    )
-    rows = re.findall(r"^\| (`.+?) \|" + r" ([\d,]+) \|" * 4, section, flags=re.MULTILINE)
+    page = (PAGES / f"{plan}.md").read_text()
+    rows = re.findall(r"^\| (`.+?) \|" + r" ([\d,]+) \|" * 4, page, flags=re.MULTILINE)
     printed = {
         name: tuple(int(cell.replace(",", "")) for cell in cells)
         for names, *cells in rows
@@ -175,7 +170,7 @@ def test_the_page_has_the_parameters_of_every_width(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
-    page = Path("docs/findings.md").read_text()
+    page = (PAGES / f"{name}.md").read_text()
     for stage in load_checked(f"configs/plan/findings_{name}_rates.yaml").stages:
         for work in stage.works:
             assert isinstance(work.settings, PretrainSettings)
