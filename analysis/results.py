@@ -106,6 +106,9 @@ def read_results(paths: Iterable[Path]) -> pd.DataFrame:
     frames = []
     for path in paths:
         fix = "write it with `analysis collect PLAN --out FILE.parquet`"
+        if path.is_dir():
+            fix = f"for runs, write `analysis report {path}`; for a plan, {fix}"
+            raise UserError(str(path), "it is a directory", fix, code="unknown-format")
         try:
             frame = pd.read_parquet(path)
         except FileNotFoundError:

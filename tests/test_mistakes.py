@@ -278,8 +278,8 @@ def lab(shapes: Path, other_shapes: Path, tmp_path_factory: pytest.TempPathFacto
 
 MISTAKES = [
     ("pretrain", "arguments", "missing-value"),
-    ("pretrain trian train.yaml", "VERB", "unknown-name"),
-    ("pretrain train.yaml", "VERB", "unknown-name"),
+    ("pretrain trian train.yaml", "COMMAND", "unknown-name"),
+    ("pretrain train.yaml", "COMMAND", "unknown-name"),
     ("pretrain train", "arguments", "missing-value"),
     ("pretrain train trian.yaml", "trian.yaml", "missing-path"),
     ("pretrain train run_dir=x", "run_dir=x", "missing-path"),
@@ -430,7 +430,7 @@ MISTAKES = [
     ("data_prep subset shapes --out shapes --count 3", "out", "conflict"),
     ("data_prep dedup shapes --against nowhere", "nowhere", "missing-path"),
     ("wide-mlps list train.yaml", "train.yaml", "wrong-command"),
-    ("wide-mlps lst plan.yaml", "VERB", "unknown-name"),
+    ("wide-mlps lst plan.yaml", "COMMAND", "unknown-name"),
     ("cluster/submit nope.yaml", "nope.yaml", "missing-path"),
     ("cluster/submit cluster/nope.slurm train.yaml", "cluster/nope.slurm", "missing-path"),
 ]  # fmt: skip

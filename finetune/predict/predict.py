@@ -179,12 +179,12 @@ def predict(
                         for _, schema, writer in writers:
                             writer.write_table(rows.select(schema.names))
     bad = f"; {num_bad:,} of them do not decode, see the column error" if num_bad else ""
-    lines = [f"{path}: {sum(counts):,} pictures{bad}" for path, *_ in writers]
+    lines = [f"{path}: {sum(counts):,} images{bad}" for path, *_ in writers]
     return [*lines, *accuracy_of(pairs, checkpoint.card.classes)]
 
 
 def _schema(top: int, *, features: bool) -> pa.Schema:
-    columns = [("picture", pa.string())]
+    columns = [("image", pa.string())]
     for place in range(0 if features else top):
         ending = f"_{place + 1}" if place else ""
         columns += [(f"class{ending}", pa.string()), (f"probability{ending}", pa.float64())]
@@ -290,7 +290,7 @@ def _rows(
             )
             ends = np.cumsum([0, *np.where(is_bad, 0, features.shape[1])])
             columns = {
-                "picture": [printable(folder + name) for _, name in reader.names(ids)],
+                "image": [printable(folder + name) for _, name in reader.names(ids)],
                 "label": _labels_of(reader, ids),
                 "features": pa.ListArray.from_arrays(
                     pa.array(ends, pa.int32()),

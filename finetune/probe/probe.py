@@ -253,14 +253,15 @@ def heads_of(
     heads_GEK, ends = minimize(
         rows, candidates, tolerance=settings.tolerance, num_classes=num_classes
     )
-    for each, end in zip(candidates, ends, strict=True):
-        if not end.has_converged:
-            more = "" if end.is_stuck else "epochs, "
-            print(
-                f"lbfgs: weight decay {each.weight_decay:g} has a gradient of"
-                f" {end.largest_gradient:.1e} after {end.num_passes} passes, above tolerance"
-                f" {settings.tolerance:g}. To converge, increase {more}tolerance or weight_decays."
-            )
+    if late := [pair for pair in zip(candidates, ends, strict=True) if not pair[1].has_converged]:
+        decays = ", ".join(f"{each.weight_decay:g}" for each, _ in late)
+        more = "" if all(end.is_stuck for _, end in late) else "epochs, "
+        print(
+            f"lbfgs: no convergence with weight decay {decays}: after"
+            f" {max(end.num_passes for _, end in late)} passes, gradients are up to"
+            f" {max(end.largest_gradient for _, end in late):.1e}, above tolerance"
+            f" {settings.tolerance:g}. To converge, increase {more}tolerance or weight_decays."
+        )
     return [Head(head, end.num_passes) for head, end in zip(heads_GEK, ends, strict=True)]
 
 

@@ -164,7 +164,9 @@ def source_of(settings: ProbeSettings, maker: FeatureMaker) -> Iterator[Cached |
     )
     if maker.world.is_first and (is_streamed or cache.missing_gb):
         way = "streamed, without" if is_streamed else "kept on disk:"
-        print(f"features are {way} {cache.missing_gb:.2g} GB more in {settings.features_place}")
+        print(
+            f"features are {way} {1e3 * cache.missing_gb:,.1f} MB more in {settings.features_place}"
+        )
     if not is_streamed:
         tables = {
             which: maker.tables(*each)

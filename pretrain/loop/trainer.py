@@ -290,20 +290,21 @@ class Trainer:
             max_fraction=self.settings.data.max_bad_fraction,
         )
         self.meter.count(done.exchange.ended, wait_s=done.given.seconds_since(done.asked))
+        samples = done.step * batch_size
+        epoch = samples / self.data.epoch_size(global_batch_size=batch_size)
         if self._is_due(done.step, self.settings.train.log_every_steps):
-            samples = done.step * batch_size
             self.reading = {
+                "train/epoch": epoch,
                 "train/loss": agreed.loss,
                 "train/gradient_norm": agreed.gradient_norm,
                 "train/lr": done.lr,
                 "train/samples": float(samples),
-                "train/epoch": samples / self.data.epoch_size(global_batch_size=batch_size),
                 "train/bad_samples": float(self.num_bad),
                 "train/skipped_steps": float(self.skipped.total),
             } | self.meter.reading()
             self.tracker.metrics(self.reading, step=done.step)
-            self.line.note = in_words(self.reading, self.scores, scored_step=self.scored_step)
-        self.line.advance(note=None if self.reading or self.scores else "")
+        self.reading["train/epoch"] = epoch
+        self.line.advance(note=in_words(self.reading, self.scores, scored_step=self.scored_step))
 
     def _evaluate(self) -> None:
         """Evaluate. If the run must stop, the next attempt evaluates first instead."""

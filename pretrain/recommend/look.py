@@ -38,7 +38,7 @@ class Pictures:
             with suppress(Rejection):
                 sizes.append(size_of(each.read()))
         if not sizes:
-            fix = "Choose another folder"
+            fix = "Choose another folder, or a name such as cifar10"
             if any(folder.glob("*.tar")):
                 shards = shlex.quote(f"{folder}/*.tar")
                 fix = f"Index its shards first: data_prep index --train {shards} --out data/NAME"
