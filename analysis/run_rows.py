@@ -21,7 +21,7 @@ from finetune.runs import Run, card_of, run_of
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.run import MAY_CHANGE, list_checkpoints, step_of
 from pretrain.config import DataSettings
-from pretrain.data.datasets import TrainingData, load_training_data
+from pretrain.data.datasets import load_training_data
 from pretrain.models.cost import cost_of, num_block_parameters, width_and_connections
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, ModelSpec, SparseMlpSpec
 
@@ -210,11 +210,8 @@ def _about_training(run: Run, step: int) -> dict[str, Any]:
     if "global_batch_size" in train:
         samples = about["samples"] = step * train["global_batch_size"]
         if data is not None:
-            about |= {
-                "images": data.num_samples,
-                "epochs": samples / data.num_samples,
-                "trained_on": data.name,
-            }
+            num_samples, name = data
+            about |= {"images": num_samples, "epochs": samples / num_samples, "trained_on": name}
         if about.get("multiply_adds"):
             about["compute"] = 3.0 * about["multiply_adds"] * samples
             about["flop"] = 2 * about["compute"]
@@ -279,7 +276,7 @@ def _curves(run: Run) -> dict[str, Any]:
 
     for name, (steps, values) in (("train", train), ("test", test)):
         if steps:
-            epochs = [step * batch / data.num_samples for step in means(steps)]
+            epochs = [step * batch / data[0] for step in means(steps)]
             curves |= {f"{name}_epochs": epochs, f"{name}_losses": means(values)}
     if train[0]:
         curves["train_loss"] = float(np.mean(train[1][-max(1, len(train[1]) // 10) :]))
@@ -288,19 +285,23 @@ def _curves(run: Run) -> dict[str, Any]:
     return curves
 
 
-def _data_of(run: Run) -> TrainingData | None:
-    data = run.settings.get("data") or {}
+def _data_of(run: Run) -> tuple[int, str] | None:
+    """Return the samples of an epoch, and the name of the training data."""
+    if run.data.get("stream"):  # its shards are not needed
+        return run.data["samples_per_epoch"], run.dataset_name
     extra = [
         {**each, "dataset": str(run.path_of(each["dataset"]))}
-        for each in data.get("extra_datasets") or ()
+        for each in run.data.get("extra_datasets") or ()
     ]
-    return _load_data(json.dumps({**data, "dataset": str(run.dataset), "extra_datasets": extra}))
+    data = {**run.data, "dataset": str(run.dataset), "extra_datasets": extra}
+    return _load_data(json.dumps(data))
 
 
 @lru_cache(maxsize=64)
-def _load_data(data: str) -> TrainingData | None:
+def _load_data(settings: str) -> tuple[int, str] | None:
     try:
-        return load_training_data(validate(DataSettings, json.loads(data)))
+        data = load_training_data(validate(DataSettings, json.loads(settings)))
     except (DatasetError, ValueError, OSError) as problem:
         print(f"{problem} The table has no epochs and curves for it.", file=sys.stderr)
         return None
+    return data.num_samples, data.name
