@@ -340,7 +340,7 @@ class Job:
         how = f"exit code {code}{' (out of memory?)' if code == 137 else ''}"
         who = f"rank {first['rank']} on {first['node']} failed first, with {how}"
         self.log(f"{who}; the last lines of {own_log}:")
-        lines = own_log.read_text(errors="replace").rpartition("--- start ")[2].splitlines()[1:]
+        lines = own_log.read_text(errors="replace").rpartition("--- attempt ")[2].splitlines()[1:]
         print("".join(f"    {line}\n" for line in lines[-20:]), end="", flush=True)
 
     def preflight(self) -> None:
@@ -372,7 +372,7 @@ class Job:
         code_in = (
             f"code in {os.path.relpath(self.at.snapshot)} ({commit}), logs in {self.directory}"
         )
-        self.log(f"start {self.at.restarts + 1}: {ranks}, {address}, {code_in}")
+        self.log(f"attempt {self.at.restarts + 1}: {ranks}, {address}, {code_in}")
         if with_preflight and os.environ.get("PREFLIGHT", "1") != "0":
             self.preflight()
         if self.stopped:
@@ -445,7 +445,7 @@ class Job:
         if newest > self.at.restarts:
             number = self.at.restarts + 1
             raise End(
-                f"SLURM has taken the job back; this was start {number}, the next is start"
+                f"SLURM has requeued the job; this was attempt {number}, the next is attempt"
                 f" {newest + 1}"
             )
 

@@ -298,7 +298,7 @@ def test_a_requeued_start_records_its_end_unless_the_next_has_begun(
         job.begin_start()
         job.at = replace(job.at, restarts=0)
     with pytest.raises(
-        End, match="SLURM has taken the job back; this was start 1, the next is start 2"
+        End, match="SLURM has requeued the job; this was attempt 1, the next is attempt 2"
     ):
         job.end_start("stopped")
     assert [each["how"] for each in read_starts(Path("jobs/7/starts.jsonl"))] == (
@@ -441,7 +441,7 @@ def test_the_rank_that_failed_first_is_shown_with_its_last_words(
         record = {"time": end_s, "rank": rank, "node": f"n{rank}", "code": code}
         (ends / str(rank)).write_text(json.dumps(record))
         log = Path(f"{job.directory}/rank-{rank:04}.log")
-        log.write_text(f"--- start 1: x\nof the start before\n--- start 2: x\n{words}\n")
+        log.write_text(f"--- attempt 1: x\nof the start before\n--- attempt 2: x\n{words}\n")
     job.show_first_failure(ends, f"{job.directory}/rank")
     said = capsys.readouterr().out
     assert "rank 1 on n1 failed first, with exit code 137 (out of memory?)" in said

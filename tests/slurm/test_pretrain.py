@@ -31,7 +31,7 @@ def test_the_life_of_a_job(slurm: Cluster, config: Path, undisturbed: Path) -> N
 
     slurm("scancel", job)
     slurm.wait(job, "CANCELLED")
-    said = slurm.rank_logs(job)[0].rpartition("--- start 4")[2]
+    said = slurm.rank_logs(job)[0].rpartition("--- attempt 4")[2]
     assert "stopped with a checkpoint" in said and "delivery ended with SIG" not in said, said
     sync(run_dir)  # on a busy machine a job ends before all of its journal has arrived
     assert tracked(slurm, run_dir) == ["KILLED"], said
