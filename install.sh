@@ -234,12 +234,13 @@ download_to() {
     $VENV/bin/python -m pip download --disable-pip-version-check --no-deps --dest "$folder" "$@" >&2
 }
 
-# Resolve the project with all extras and the packages of the tests; then without them. requirements-dev.lock is the difference.
+# Resolve the project with all extras and the packages of the tests; then with the extras of users: images and clouds need s3, and
+# `finetune export` writes ONNX by default. requirements-dev.lock is the difference.
 make_lock() {
     cat requirements.lock requirements-dev.lock > $VENV/complete.lock # present versions are kept
     resolve $VENV/complete.lock --group dev --all-extras "$@"
     cp $VENV/complete.lock requirements.lock
-    resolve requirements.lock
+    resolve requirements.lock --extra remote --extra onnx
     awk 'NR == FNR { users[$0]; next } /^[a-z].*==/ { is_extra = !($0 in users) } /^#/ || is_extra' \
         requirements.lock $VENV/complete.lock > requirements-dev.lock
 }

@@ -89,7 +89,7 @@ def check_driver(_: Submission, environment: Mapping[str, str]) -> Iterable[Find
 
 
 def compare_driver(driver: str, cuda: str) -> Finding:
-    """Return a fix if the driver is too old for this CUDA; install.sh prints it before the download."""
+    """Compare a driver with a CUDA version. install.sh prints the fix before the download."""
     oldest = OLDEST_DRIVER.get(int(cuda.partition(".")[0]), "0")
     if _parts(driver) >= _parts(oldest):
         return Finding("driver", "ok", f"{driver} runs torch's CUDA {cuda}")
