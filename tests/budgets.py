@@ -22,10 +22,10 @@ CEILINGS = {
     "data_prep": 440_900,
     "pretrain": 634_600,
     "finetune": 230_000,
-    "analysis": 225_000,
+    "analysis": 225_100,
     "cluster": 130_000,
     "benchmarks": 161_100,
-    "tests": 1_457_300,
+    "tests": 1_464_000,
 }
 
 

@@ -182,7 +182,8 @@ def check_tiles(image: Image.Image) -> None:
         left, top, right, bottom = extents or (0, 0, side, side)
         if not (0 <= left <= right <= side and 0 <= top <= bottom <= side):
             raise Rejection(
-                "damaged", f"pixels at {extents} of an image of {image.width} x {image.height}"
+                "damaged",
+                f"a tile at {extents} lies outside the image of {image.width} x {image.height}",
             )
 
 
