@@ -207,8 +207,9 @@ class StreamSettings(Settings):
     label: str = Field(
         "cls", pattern=r"^(cls|txt|json:[^.]+(\.[^.]+)*)$", examples=["json:meta.label"]
     )
-    """Label member of a stream. cls: the number in KEY.cls. txt: KEY.txt. json:FIELD.SUBFIELD:
-    KEY.json. If `eval_dataset` is set, a class name is valid, too."""
+    """Member of each sample that holds the label (streams only). cls: a number in KEY.cls. txt: a
+    number in KEY.txt. json:FIELD.SUBFIELD: this field of KEY.json. If `eval_dataset` is set, labels
+    can also be names of its classes."""
     image_member: str | None = Field(None, examples=["rgb.png"])
     """Extension of the image in a stream, if a sample has several images."""
     shuffle_buffer: int = Field(1000, ge=0)
@@ -295,15 +296,12 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
                     code="missing-value",
                 )
         if (self.eval_split is None) != (self.eval_dataset is None):
-            fault = (
-                f"{self.eval_split or 'null'} is not valid with data.eval_dataset"
-                f" {self.eval_dataset or 'null'}"
-            )
-            why = (
-                "only an indexed dataset can be evaluated, so set both settings, or only"
-                " data.eval_split=null"
-            )
-            raise SettingsError("data.eval_split", fault, why, code="conflict")
+            problem = f"{self.eval_split} needs data.eval_dataset, because a stream has no splits"
+            fix = "set data.eval_dataset, or data.eval_split=null for no evaluation"
+            if self.eval_split is None:
+                problem = "null is not valid with data.eval_dataset"
+                fix = "set data.eval_split, or remove data.eval_dataset"
+            raise SettingsError("data.eval_split", problem, fix, code="conflict")
         return self
 
     @property

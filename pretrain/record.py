@@ -43,7 +43,7 @@ class RecordSettings(Settings):
     member: str | None = Field(None, examples=["3"])
     """Name of the run in its stage."""
     labels: dict[str, str] = Field(default_factory=dict, examples=[{"model.width": "64"}])
-    """Variables of the run and their values, for tables and figures."""
+    """Values that distinguish this run in its plan, for tables and figures. Plans set them."""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def draw_boxes(
 
 
 def draw_kernels(settings: AugmentSettings, draws: Draws, *, count: int) -> Flags | None:
-    """Return a flag for each image that is resized with the cubic filter, or None."""
+    """Return True for each image that is resized with the cubic filter; None if none is."""
     if settings.crop_interpolation == "random":
         return draws.uniform(Purpose.CROP_KERNEL) < 0.5
     return np.ones(count, bool) if settings.crop_interpolation == "bicubic" else None

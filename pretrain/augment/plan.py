@@ -43,7 +43,8 @@ class Operation(IntEnum):
 
 @dataclass(frozen=True)
 class OperationPlan:
-    """Operations for every image and layer, in the order of application."""
+    """Augmentation operations of a batch: a row for each step of the policy, a column for each
+    image."""
 
     operations_LB: NDArray[np.int64]
     strengths_LB: Floats

@@ -165,13 +165,14 @@ def checkpoint_at(place: str) -> Path | None:
     checkpoint = checkpoint_dir(run_dir, step)
     if checkpoint.is_dir():
         return checkpoint
-    kept = ", ".join(f"{step_of(each):,}" for each in list_checkpoints(run_dir)) or "none"
+    kept = ", ".join(f"{step_of(each):,}" for each in list_checkpoints(run_dir))
     remote = begun.get("checkpoint", {}).get("remote")
-    copy = f", copy {remote}/checkpoints/{checkpoint.name} if it exists" if remote else ""
+    copy = f"copy {remote}/checkpoints/{checkpoint.name} if it exists, or " if remote else ""
+    other = f"choose one of the steps {kept}, or " if kept else ""
     raise SettingsError(
         place,
-        f"{name} has no checkpoint of step {step:,} (it has: {kept})",
-        f"choose one of them{copy}, or add {words!r} to checkpoint.milestones before that step",
+        f"{name} has no checkpoint of step {step:,}",
+        f"{copy}{other}train again with checkpoint.milestones='[{words}]'",
         code="missing-path",
     )
 
@@ -374,8 +375,8 @@ def claim(
     stop: StopFlag | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
-    """Hold the run directory, on the first rank, and record the new attempt. `stop` interrupts the
-    wait for another attempt. `facts`: identity of an evaluation."""
+    """Lock the run directory on the first rank, and write its config. `stop` ends the wait for the
+    lock. `facts`: checkpoint and data of an evaluation, for evaluation.json."""
     # the other ranks wait during this time
     lock_wait_s = min(ranks.lock_wait_s, ranks.timeout_s / 2)
     with hold_run(run_dir, lock_wait_s=lock_wait_s, stop=stop):

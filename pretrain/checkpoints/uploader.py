@@ -87,7 +87,8 @@ class Uploader:
         if finished:
             fix = "Run the same command again to upload the rest"
             raise CheckpointError(FIELD, problem, fix, code="unreachable")
-        self._warn(f"{problem}. The remote has the complete steps {[*self._remote.complete]}")
+        steps = ", ".join(map(str, self._remote.complete)) or "none"
+        self._warn(f"{problem}. Steps in the bucket: {steps}. Resume the run to upload the rest")
 
     def _work(self) -> None:
         try:

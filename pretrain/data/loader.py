@@ -50,8 +50,8 @@ SMALLEST_PART, SMALLEST_GATHER = 32, 2_000_000
 LOCATED_TOGETHER = 8192
 """Samples that are located together after the first batches."""
 LOOK_AHEAD = 32_768
-"""Samples of all ranks whose remote shards are announced (at least two global batches). The next
-announcement comes after half of them."""
+"""Number of samples, over all ranks, whose remote shards are prefetched (at least two global
+batches). The next prefetch starts after half of them."""
 MOST_IDLE = 8
 """Idle buffers of one size in the pool; others are freed."""
 
@@ -97,8 +97,9 @@ class Batch:
     epochs: Ids
     samples: Ids
     mix_keys: Ids
-    """The MixUp draw of each image: position // 2 (equal for neighbors), or the number of the
-    global batch. In the second case the images begin with one more image, which has no key."""
+    """Key of each image's random MixUp draw: position // 2 (pairs), or the number of the global
+    batch. If the keys are batches, `images_BHWC` begins
+    with the partner of the first image."""
     mask_B: Tensor | None = None
     """False for padding of an evaluation, and for samples that cannot be read."""
     aspects_B: NDArray[np.float64] | None = None

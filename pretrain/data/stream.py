@@ -204,9 +204,13 @@ class Stream:
         def report(problem: str) -> None:
             print(f"pretrain: {problem}", file=sys.stderr, flush=True)
 
-        while (sample := remote.tried(url, take, report=report, stop=self._stop)) is not None:
-            num_given += 1
-            yield sample
+        try:
+            while (sample := remote.tried(url, take, report=report, stop=self._stop)) is not None:
+                num_given += 1
+                yield sample
+        except remote.ContentError as error:
+            fix = "Upload the shard again"
+            raise remote.RemoteError(remote.shown(url), str(error), fix, code="damaged") from None
 
     def _opened(self, url: str) -> Iterator[Sample]:
         """Yield the samples of a shard, without the members that training does not read."""
@@ -225,7 +229,8 @@ class Stream:
                     kept = {name: members[name] for name in used}
                     yield Sample(shard, group["__key__"], kept)
             except (zlib.error, EOFError, ValueError, gzip.BadGzipFile) as error:
-                raise OSError(str(error.args[0])) from None  # args[1:] hold the URL
+                problem = f"the shard cannot be read ({error.args[0]})"  # args[1:] hold the URL
+                raise remote.ContentError(problem) from None
 
     @contextmanager
     def _stream(self, url: str) -> Iterator[IO[bytes]]:
@@ -362,7 +367,7 @@ def _members(shard: str, stream: IO[bytes]) -> Iterator[dict[str, Any]]:
     for member in walk(read, refuse_links=False):
         data = read(member.offset, member.num_bytes)
         if len(data) < member.num_bytes:
-            raise EOFError(f"is cut in member {member.name}")
+            raise EOFError(f"truncated in member {member.name}")
         is_meta = member.name.startswith("__") and member.name.split("/")[0].endswith("__")
         if not is_meta:
             yield {"fname": member.name, "data": data, "__url__": shard}

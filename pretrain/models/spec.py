@@ -231,8 +231,8 @@ class SparseMlpSpec(Settings):
     expansion: float | None = Field(None, gt=0, examples=[2.0])
     """Hidden width (gamma) in x + (M2 * W2) act((M1 * W1) LN(x)). Default: no hidden layer."""
     outer_activation: bool = False
-    """Use x + act((M2 * W2) act((M1 * W1) LN(x))), as in (S.17) of the paper, but not in C.1. This
-    needs a hidden layer."""
+    """Apply a second activation: x + act((M2 * W2) act((M1 * W1) LN(x))), equation (S.17).
+    Appendix C.1 of the paper omits it. This needs `expansion`."""
     widen: Literal["dense", "sparse"] = "dense"
     """Layer from S0 C to m entries, which the paper does not print. sparse: density of the blocks.
     dense: may have more connections than a block."""
@@ -347,7 +347,8 @@ class TimmModelSpec(Settings):
     name: str = Field(pattern=r"^\w+$", examples=["resnet50"])
     """Name in timm, without a tag."""
     arguments: str = Field("{}", examples=['{"img_size": 224}'])
-    """Arguments for timm as JSON. They may come from a hub, so they must not name other weights."""
+    """Arguments of timm.create_model, as JSON. Arguments that load weights, for example pretrained,
+    are rejected, because a downloaded config could use them."""
     num_features: int = Field(ge=1, examples=[2048])
     """Inputs of the classifier."""
 

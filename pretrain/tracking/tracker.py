@@ -315,8 +315,9 @@ class _Deliverer(threading.Thread):
             if not has_warned and self.process is not None and self.process.returncode != 0:
                 has_warned = True
                 print(
-                    f"tracking: the deliverer has ended ({describe(self.process.returncode)}; see"
-                    f" {self.log}) and is started again, at most once a minute",
+                    "tracking: the process that sends metrics to MLflow failed"
+                    f" ({describe(self.process.returncode)}; see {self.log}). It is restarted at"
+                    " most once a minute, and no metric is lost",
                     file=sys.stderr,
                 )
             if self._closing.wait(RESTART_S):
