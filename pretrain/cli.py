@@ -195,7 +195,7 @@ def _add_estimate(verb: argparse.ArgumentParser) -> None:
 
 
 def world_of(options: argparse.Namespace) -> World:
-    """Return the world of the first rank that --ranks starts, otherwise of this process."""
+    """Return the world of the first rank that --ranks starts; without --ranks, of this process."""
     count = options.ranks
     return World(0, 0, num_ranks=count, num_local_ranks=count) if count else read_world()
 
@@ -259,8 +259,8 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> Checkpoint | None:
-    """Return the checkpoint that a run begins with; None if the run has its own checkpoint, or no
-    source."""
+    """Return the checkpoint from which the run begins; None if the run has its own checkpoint, or
+    no source."""
     source = settings.start_from
     if source is None or list_checkpoints(Path(settings.run_dir)):
         return None
@@ -338,8 +338,8 @@ def _preview(options: argparse.Namespace) -> int:
 
 
 def console() -> "Console":
-    """Return a console of the terminal's width, but wide enough for all columns of a table (lines
-    then wrap)."""
+    """Return a console as wide as the terminal, or wide enough for all columns of a table. Its
+    lines then wrap."""
     from rich.console import Console
 
     return Console(width=max(shutil.get_terminal_size((120, 24)).columns, 100), highlight=False)

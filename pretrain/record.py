@@ -34,7 +34,7 @@ RecordedTask = Literal["pretrain", "probe", "tune", "knn", "evaluate", "export"]
 
 
 class RecordSettings(Settings):
-    """The place of a run in a plan. `cluster/submit` sets it."""
+    """Position of a run in a plan. `cluster/submit` sets it."""
 
     plan: str | None = Field(None, examples=["widths"])
     """Name of the plan that the run belongs to."""

@@ -21,7 +21,7 @@ def pairs(theirs: str, ours: str, parts: tuple[str, ...] = ("weight", "bias")) -
 
 
 def mixer_names(depth: int) -> dict[str, str]:
-    """Map timm's name of each weight of a Mixer to our name."""
+    """Map timm's name of each Mixer weight to our name."""
     table = pairs("stem.proj", "stem")
     for block in (f"blocks.{i}" for i in range(depth)):
         for number, ours in enumerate(("token", "channel"), start=1):
@@ -49,8 +49,8 @@ def to_timm(weights: Mapping[str, Tensor], spec: MixerSpec) -> dict[str, Tensor]
 
 @torch.no_grad()
 def model_of_timm(directory: Path, *, card: ModelCard) -> ImageModel:
-    """Load a folder of timm with timm, put the weights into the model of the card, and compare the
-    predictions of both."""
+    """Load a folder of timm with timm, copy the weights into the model of `card`, and check that
+    both predict the same."""
     import timm  # takes seconds, and other folders do not need it
 
     source, size = f"{directory}, of timm's {card.model.label}", card.image_size

@@ -106,7 +106,7 @@ def micro_batch_size(
 
 
 def read_sizes(path: Path) -> dict[str, int]:
-    """Return the sizes by situation."""
+    """Return the sizes in RUN/micro_batch.json by situation."""
     try:
         sizes = json.loads(path.read_text()) if path.exists() else {}
         if isinstance(sizes, dict) and all(type(size) is int for size in sizes.values()):
@@ -147,7 +147,7 @@ def fits(
     image_size: int,
     device: torch.device,
 ) -> bool:
-    """Return False if memory runs out in a trial step. Nothing of the step stays in memory."""
+    """Run a trial step. Return False if memory runs out. Nothing of the step stays in memory."""
     PROGRESS.touch()
     on_gpu = device.type == "cuda"
     try:

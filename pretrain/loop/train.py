@@ -74,17 +74,17 @@ from pretrain.tracking.tracker import RunIdentity, Tracker
 
 
 class Task(ABC):
-    """The difference between pretraining and fine-tuning."""
+    """Differences between pretraining and fine-tuning."""
 
     name: RecordedTask = "pretrain"
     """Task in the run's record."""
     parent_key: str | None = None
-    """Key of this run's parent, if `parent_dir` has none."""
+    """Key of the parent run in tracking databases, if `parent_dir` has none."""
     parent_dir: Path | None = None
     start: Checkpoint | None = None
     """Checkpoint whose weights the run begins with."""
     is_branch = False
-    """True if the run also takes the optimizer and the position of `start`."""
+    """True if the run also continues the optimizer and data position of `start`."""
     remedy = REMEDY
     """Advice if no micro-batch fits into memory."""
 
@@ -97,7 +97,7 @@ class Task(ABC):
         normalisation: Normalisation,
         tags: dict[str, str],
     ):
-        """`config`: the settings of the command, for RUN/config.yaml."""
+        """`config`: settings of the command, written to RUN/config.yaml."""
         self.settings, self.data, self.config = settings, data, config
         self.normalisation, self.tags = normalisation, tags
 
@@ -243,7 +243,7 @@ def train(task: Task, world: World) -> Outcome:
 
 @contextmanager
 def _claimed(task: Task, stop: StopFlag) -> Iterator[None]:
-    """Hold the run directory, with the run's record in it. An interrupted wait writes nothing."""
+    """Lock the run directory, and write the run's record. An interrupted wait writes nothing."""
     run_dir, config, start = Path(task.settings.run_dir), task.config, task.start
     with claim(run_dir, config, ranks=task.settings.engine, stop=stop):
         code, seed = code_of(task.settings.model), config.train.seed
@@ -481,7 +481,7 @@ def open_tracker(task: Task, facts: dict[str, Any], world: World) -> tuple[str, 
 
 
 def card_of(task: Task, *, run_key: str) -> ModelCard:
-    """Return the metadata for checkpoints; each checkpoint adds its step."""
+    """Return the checkpoint metadata. Each checkpoint adds its step."""
     data, settings, (crop, interpolation) = task.data, task.settings, task.data.squares
     return ModelCard(
         model=settings.model,

@@ -159,7 +159,7 @@ def _table(
 
 
 def _short(value: float) -> str:
-    """Format with four digits and a unit."""
+    """Format a number with four digits and a unit."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:#.4g} {unit}"

@@ -29,7 +29,7 @@ class NamedModel(Settings):
         examples=["mlp_b12_wi1024"],
         json_schema_extra=lambda schema: schema.update(enum=list(PRESETS)),
     )
-    """Name of a model in `pretrain models`. It excludes `kind`."""
+    """Name of a model listed by `pretrain models`. It cannot be combined with `kind`."""
 
 
 _PATH = Field(
