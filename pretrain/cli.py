@@ -437,8 +437,8 @@ def _estimate(options: argparse.Namespace) -> int:
             global_batch_size=plan.global_batch_size, num_samples=samples
         )
         console().print(
-            f"at least {in_hours(plan.gpu_hours(num_steps))} GPU-hours: {num_steps:,} steps of"
-            f" only compute, at {options.teraflops:g} TFLOP/s a GPU"
+            f"at least {in_hours(plan.gpu_hours(num_steps))} GPU-hours for {num_steps:,} steps, if"
+            f" GPUs only compute, at {options.teraflops:g} TFLOP/s each"
         )
     return OK
 
@@ -446,13 +446,15 @@ def _estimate(options: argparse.Namespace) -> int:
 def _sync(options: argparse.Namespace) -> int:
     if not (options.run_dir / "tracking" / "identity.json").exists():
         problem = "the directory is not a run with an event log"
-        raise UserError(str(options.run_dir), problem, "Give runs/NAME", code="wrong-command")
+        raise UserError(
+            str(options.run_dir), problem, "Give the directory of a run", code="wrong-command"
+        )
     if options.to != "mlflow":
         check_installed(options.to)
         from pretrain.tracking.delivery import write_sinks
 
         count = write_sinks(options.run_dir, options.to)
-        print(f"{options.run_dir / 'tracking' / options.to}: {count:,} events of the log")
+        print(f"{options.run_dir / 'tracking' / options.to}: {count:,} events written")
         return OK
     with doing("loading MLflow"):
         from pretrain.tracking.delivery import sync
@@ -469,7 +471,9 @@ def _ui(options: argparse.Namespace) -> int:
         port = options.port or free_port(options.host)
     except OSError as error:
         problem = f"{options.host} is not a name of this machine ({error.strerror})"
-        raise UserError("--host", problem, "See hostname -f", code="bad-value") from None
+        raise UserError(
+            "--host", problem, "Use the name that `hostname -f` prints", code="bad-value"
+        ) from None
     with doing("loading MLflow"):
         from pretrain.tracking.server import serve
 

@@ -95,7 +95,7 @@ def parse_window(text: str) -> range:
     steps = range(int(form[1]), int(form[2]) + 1) if form else range(0)
     if not steps or not steps[0]:
         fix = "Write 'steps FIRST-LAST', for example 'steps 20-25'; the first step is 1"
-        raise SettingsError("", f"{text!r} is not a window", fix, code="bad-value")
+        raise SettingsError("", f"{text!r} is not a range of steps", fix, code="bad-value")
     return steps
 
 
@@ -628,8 +628,8 @@ class CheckpointSettings(Settings):
             fix = "Write s3://BUCKET/RUN, or use gs, az or file instead of s3"
             raise UserError(field, f"{kind!r} is not a bucket", fix, code="bad-value")
         if "?" in place:
-            fix = "Remove the part that begins with ?"
-            raise UserError(field, "an address has no query", fix, code="bad-value")
+            fix = "Remove the part of the address that begins with ?"
+            raise UserError(field, "a query (?...) is not supported", fix, code="bad-value")
         is_named = self.remote is not None or "remote" in self.model_fields_set
         check_needs(self, "checkpoint", {"remote_storage": (is_named, field)})  # null: no remote
         return self
@@ -763,7 +763,7 @@ def check_schedule(schedule: ScheduleSettings, lr: float, *, field: str = "optim
         raise SettingsError(
             "schedule.final_lr",
             f"{final_lr} is above {field} {lr}",
-            f"{schedule.name} falls, so set it lower",
+            f"set at most {lr}, because {schedule.name} only lowers it",
             code="conflict",
         )
     is_wsd, cools = schedule.name == "wsd", parse_length(schedule.cooldown).amount > 0
@@ -780,7 +780,7 @@ def check_schedule(schedule: ScheduleSettings, lr: float, *, field: str = "optim
         raise SettingsError(
             "schedule.warmup_from",
             f"{first_lr} is above {field} {lr}",
-            "a warm-up rises, so set it lower",
+            f"set at most {lr}, because a warm-up only raises it",
             code="conflict",
         )
 
@@ -815,7 +815,7 @@ def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_r
         raise SettingsError(
             "train.local_batch_size",
             f"{local} on {num_ranks} ranks is odd, but {' and '.join(augment.mixing)} mixes pairs",
-            "make it even",
+            "set an even number",
             code="conflict",
         )
     return local

@@ -164,15 +164,21 @@ def read_card(directory: Path) -> ModelCard:
     except ValidationError as error:
         fault = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
         raise WeightsError(
-            str(path), f"is not valid ({fault})", "Use other weights", code="unknown-format"
+            str(path),
+            f"the file is not valid ({fault})",
+            "Use other weights",
+            code="unknown-format",
         ) from None
     except OSError as error:
-        problem, fix = f"cannot be read ({error})", "Copy the checkpoint again, or use another"
+        problem, fix = (
+            f"the file cannot be read ({error})",
+            "Copy the checkpoint again, or use another",
+        )
         if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
             raise WeightsError(str(path), problem, fix, code="missing-path") from None
         raise CheckpointError(str(path), problem, fix, code="unreadable") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:  # written by others
-        problem = f"is not valid ({str(error).splitlines()[0]})"
+        problem = f"the file is not valid ({str(error).splitlines()[0]})"
         raise WeightsError(str(path), problem, "Use other weights", code="unknown-format") from None
 
 

@@ -90,7 +90,7 @@ class Checkpoint:
 
         `to_read`: only the weights are needed, so a copy without hashes is accepted.
         """
-        places, fault = list_checkpoints(run_dir), f"{LATEST} names a missing one"
+        places, fault = list_checkpoints(run_dir), f"{LATEST} names a missing checkpoint"
         needed = (MODEL, CONFIG) if to_read else (MODEL, OPTIMIZER, CONFIG, TRAINER)
         for directory in reversed(places):
             is_bare = to_read and not (directory / HASHES).exists()
@@ -103,9 +103,13 @@ class Checkpoint:
                 print(words, file=sys.stderr)
         if not places and not (checkpoints_dir(run_dir) / LATEST).exists():
             return None
-        fix = "use another run" if to_read else f"move {checkpoints_dir(run_dir)} to begin again"
+        fix = (
+            "use another run" if to_read else f"move {checkpoints_dir(run_dir)} away to begin again"
+        )
         problem = f"every checkpoint is damaged ({fault})"
-        raise CheckpointError(str(run_dir), problem, f"Copy one again, or {fix}", code="damaged")
+        raise CheckpointError(
+            str(run_dir), problem, f"Copy a checkpoint again, or {fix}", code="damaged"
+        )
 
     @classmethod
     def read(cls, directory: Path, *, origin: str = "") -> "Checkpoint":

@@ -202,7 +202,7 @@ class Remote:
             except (CheckpointError, MissingError) as error:
                 print(
                     f"WARNING: {self}: the checkpoint of step {step} is damaged ({error}). The"
-                    " previous one is fetched",
+                    " previous checkpoint is fetched instead",
                     file=sys.stderr,
                 )
                 self.complete[step] = b""  # differs from all hashes: it is uploaded again

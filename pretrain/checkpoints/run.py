@@ -324,7 +324,7 @@ def check_branch(source: str, settings: Settings) -> None:
         raise SettingsError(
             "start_from",
             f"{source} resumes its run, but with other settings ({changes})",
-            "set them as the run did, or choose the checkpoint's directory to take its weights",
+            "use the run's settings, or give the checkpoint's directory to load only its weights",
             code="conflict",
         )
 
@@ -408,12 +408,12 @@ def check_resume(run_dir: Path, resume: str) -> None:
     if resume == "must" and not has:
         fix = "check run_dir, or set resume=auto to start from scratch"
         raise SettingsError(
-            "resume", f"'must', but {run_dir} has no checkpoint", fix, code="conflict"
+            "resume", f"must needs a checkpoint, but {run_dir} has none", fix, code="conflict"
         )
     if resume == "never" and has:
         fix = "choose another run_dir, or set resume=auto to resume"
         raise SettingsError(
-            "resume", f"'never', but {run_dir} has checkpoints", fix, code="conflict"
+            "resume", f"never is not valid, because {run_dir} has checkpoints", fix, code="conflict"
         )
 
 

@@ -74,7 +74,7 @@ def model_of_timm(directory: Path, *, card: ModelCard) -> ImageModel:
         assert apart < 1e-4, f"predictions differ by {apart:.1e} of the largest"
     except (AttributeError, AssertionError, RuntimeError, LookupError, TypeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        problem = f"cannot be split into features and a classifier ({reason})"
+        problem = f"the model cannot be split into features and a classifier ({reason})"
         raise UserError(source, problem, "choose another model", code="unsupported") from None
     return ours
 

@@ -521,7 +521,7 @@ def check_against_data(
     if warmup + cooldown > steps:
         raise SettingsError(
             "schedule.cooldown",
-            f"{warmup} steps of warm-up and {cooldown} of cooldown exceed the run's {steps}",
+            f"{warmup} steps of warm-up and {cooldown} of cooldown exceed the run's {steps} steps",
             "set a shorter cooldown",
             code="conflict",
         )

@@ -337,7 +337,7 @@ def _check_index(index: Ids, path: Path, part: Part, shard: Shard, *, raw_size: 
     if raw_size is not None:
         length = len(ppm_header(raw_size, raw_size)) + 3 * raw_size**2
         if (lengths != length).any() or (offsets % BLOCK).any():
-            raise _damaged(path, f"the index is not one of a raw shard of {raw_size} px", part)
+            raise _damaged(path, f"the index does not fit raw images of {raw_size} px", part)
 
 
 class MappedShards:

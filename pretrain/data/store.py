@@ -278,8 +278,8 @@ class ShardStore:
             fix = f"free disk space, or choose another {self.setting}"
             raise NoRoomError(
                 str(self.path),
-                f"{source} of {num_bytes / 1e9:,.3g} GB need {missing / 1e9:,.3g} GB more than all"
-                " files that are not in use can free",
+                f"{source} ({num_bytes / 1e9:,.3g} GB) do not fit: {missing / 1e9:,.3g} GB are"
+                " missing, even without all unused files",
                 fix if self.max_bytes is None else "raise data.cache_gb",
                 code="no-space",
             )

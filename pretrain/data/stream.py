@@ -278,7 +278,7 @@ class Stream:
             with suppress(OSError):
                 pipe.close()
         if status:
-            raise OSError(f"its command ended with {status}")
+            raise OSError(f"the command failed with exit code {status}")
 
     # ---- from samples to images and labels
 
@@ -314,7 +314,7 @@ class Stream:
             return sample.members[images[0]]
         raise Rejection(
             "several_images" if images else "no_image",
-            f"among {_listed(sample)}: set data.image_member to the ending of the image"[:200],
+            f"the sample has {_listed(sample)}: set data.image_member"[:200],
         )
 
     def _label(self, sample: Sample) -> int:

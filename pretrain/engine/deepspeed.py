@@ -67,7 +67,7 @@ def start_distributed(world: World, *, timeout_s: float) -> torch.device:
     on_gpu, num_gpus = torch.cuda.is_available(), torch.cuda.device_count()
     gpu = world.gpu(num_gpus)
     if on_gpu and gpu is None:  # may be retried: another node may have the GPU
-        problem = f"local rank {world.local_rank} has no GPU, {num_gpus} are visible"
+        problem = f"local rank {world.local_rank} has no GPU ({num_gpus} visible)"
         raise UserError("--ranks", problem, "start one rank per GPU", code="missing-device")
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     if on_gpu:

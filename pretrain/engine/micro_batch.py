@@ -88,8 +88,8 @@ def micro_batch_size(
     if size == 0:
         error = UserError(
             "train.local_batch_size",
-            f"auto finds no micro-batch that fits next to {reserved_bytes / 1e9:.1f} GB of the"
-            " engine",
+            f"auto finds no micro-batch that fits into memory; the engine needs"
+            f" {reserved_bytes / 1e9:.1f} GB",
             remedy,
             code="no-space",
         )
@@ -114,7 +114,7 @@ def read_sizes(path: Path) -> dict[str, int]:
     except ValueError:
         pass
     raise UserError(
-        str(path), "the file is damaged", "remove it, and auto measures again", code="damaged"
+        str(path), "the file is damaged", "remove the file, and auto measures again", code="damaged"
     )
 
 

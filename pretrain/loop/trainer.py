@@ -196,7 +196,7 @@ class Trainer:
         if warmup != asked and num_steps == self.num_steps and self.world.is_first:
             print(
                 f"{self.run_dir.name}: schedule.warmup: {wanted.warmup} is {asked:,} steps, but the"
-                f" run has {num_steps:,}; shortened to {warmup:,} steps",
+                f" run has {num_steps:,}; the warm-up is shortened to {warmup:,} steps",
                 flush=True,
             )
         lr, cooldown = self.settings.optimizer.lr, self._steps(wanted.cooldown)

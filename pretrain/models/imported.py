@@ -36,7 +36,9 @@ def check_allowed(spec: AnySpec, *, source: object = "the checkpoint") -> None:
     """Fail if the model needs code that the user has not allowed."""
     if isinstance(spec, ImportSpec) and spec.path not in _ALLOWED:
         fix = f"if you trust this code, add --allow-import {spec.path}"
-        raise SettingsError("allow_import", f"{source} names code to run", fix, code="unsafe")
+        raise SettingsError(
+            "allow_import", f"{source} needs code that is not allowed", fix, code="unsafe"
+        )
 
 
 def code_of(spec: AnySpec) -> str:

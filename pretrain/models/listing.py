@@ -85,7 +85,8 @@ def list_models(
     if not found:
         raise UserError(
             "--image-size",
-            f"{image_size} suits none of these models ({unfit[-1]}: {reason})",
+            f"no matching model supports {image_size} px ({unfit[-1]}: {reason})",
+            "choose another size, or another --match",
             code="bad-value",
         )
     return found, unfit

@@ -98,7 +98,7 @@ class MlpSpec(Settings):
             raise SettingsError(
                 "model.skip_every",
                 f"{self.skip} does not divide depth {self.depth}",
-                "choose a divisor",
+                f"choose a divisor of {self.depth}",
                 code="conflict",
             )
         return self

@@ -112,7 +112,7 @@ def _lock_newest(
             lock.with_name(f"{int(lock.name) + 1:04}").mkdir(exist_ok=True)
         else:
             problem = f"attempt {int(lock.name)} holds the run ({holder or 'unknown'})"
-            raise Busy(str(run_dir), problem, "wait for it, or end it", code="busy")
+            raise Busy(str(run_dir), problem, "wait for its end, or end it", code="busy")
 
 
 def _newest_lock(run_dir: Path) -> Path:

@@ -379,7 +379,7 @@ def _main() -> int:
             run_dir, sys.stdin.buffer, close_timeout_s=float(sys.argv[2]), sinks=sinks
         )
     except (OSError, UserError) as error:
-        print(f"{time.strftime('%F %T')} {error}; this deliverer has ended", file=sys.stderr)
+        print(f"{time.strftime('%F %T')} {error}. This delivery process has ended", file=sys.stderr)
         return 1
 
 

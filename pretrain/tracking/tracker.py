@@ -236,13 +236,13 @@ class Tracker:
             return
         if not journal.close(timeout_s=DRAWING_S):
             print(
-                f"tracking: {journal.path} could not take its last lines; they are lost",
+                f"tracking: {journal.path}: the last lines could not be written and are lost",
                 file=sys.stderr,
             )
         if self._deliverer is not None and (end := self._deliverer.close()) != "":
             print(
-                f"tracking: MLflow has not received everything yet (the deliverer ended with {end};"
-                f" see {self._deliverer.log}); later: pretrain sync {self.run_dir}",
+                f"tracking: MLflow has not received all events (the delivery ended with {end}; see"
+                f" {self._deliverer.log}). Send them later: pretrain sync {self.run_dir}",
                 file=sys.stderr,
             )
 
@@ -394,7 +394,9 @@ class Journal:
                 self._changed.notify_all()
             if has_warned and num_written == len(lines):
                 has_warned = False
-                print(f"tracking: {self.path} is written again, nothing was lost", file=sys.stderr)
+                print(
+                    f"tracking: {self.path} can be written again; nothing was lost", file=sys.stderr
+                )
         os.close(self._descriptor)
 
 
