@@ -304,7 +304,7 @@ class StructuredMlpSpec(Settings):
     num_columns: int = Field(28, ge=1)
     """Number of columns of the hidden vector, viewed as a matrix."""
     activation: _OfLayers = "relu"
-    greyscale: bool = True
+    grayscale: bool = True
     """Average the colors of the image. A row then has W entries instead of 3 W (MNIST is gray)."""
 
     @property
