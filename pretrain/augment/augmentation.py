@@ -47,7 +47,7 @@ IN_PLACE = PixelOrder()
 
 
 def pixel_order(seed: int, *, size: int) -> Tensor:
-    """Return the source position of each pixel of a square image."""
+    """Return, for each pixel of a permuted square image, the index of its source pixel."""
     return torch.from_numpy(
         np.argsort(hash64(seed, int(Purpose.PIXELS), np.arange(size**2)), kind="stable")
     )
@@ -69,13 +69,13 @@ class Normalization(NamedTuple):
 
 @dataclass(frozen=True)
 class Prepared:
-    """Inputs of a training step: images, and labels as a mixture of two."""
+    """Inputs of a training step: images, and one label each or a mixture of two labels."""
 
     images_BCHW: Tensor
     labels_B: Tensor
     other_labels_B: Tensor | None = None
     weight_B: Tensor | None = None
-    """Fraction of `labels_B`; the rest is for `other_labels_B`."""
+    """Weight of `labels_B` in the mixture. `other_labels_B` has the remaining weight."""
 
 
 class Augmentation:
@@ -179,7 +179,8 @@ class Augmentation:
     def _finished(
         self, images_BHWC: Tensor, boxes: Boxes, *, weights: Floats | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Make the images in one pass. Return them and the weights on the same device."""
+        """Crop, mix and normalize in one pass. Return the images and the weights on the same
+        device."""
         size, dtype, area = self.image_size, self.dtype, self._area
         if self._kernels:
             made: tuple[Tensor, Tensor | None] = self._kernels.crop_mix_normalize(
@@ -239,13 +240,14 @@ class Augmentation:
         return Prepared(self._normalize(pictures).to(self.dtype), self._move(batch.labels_B))
 
     def _plain_boxes(self, batch: Batch, *, fraction: float) -> tuple[Boxes, Flags | None]:
-        """Return the central squares (`fraction` of their sides), and flags for cubic resizing."""
+        """Return the central square of each image, with `fraction` of its side. If the filter is
+        cubic, also return True for each image."""
         settings, count = self.settings, len(batch.images_BHWC)
         boxes = central_boxes(batch.images_BHWC.shape[1], _aspects(batch), fraction=fraction)
         return boxes, np.ones(count, bool) if settings.plain_filter == "bicubic" else None
 
     def _are_complete(self, boxes: Boxes, *, stored: int) -> bool:
-        """Return True if the boxes are the stored images, which have the model's size."""
+        """Return True if every box is a complete image that has the model's size already."""
         extents = np.concatenate([boxes.height, boxes.width])
         return stored == self.image_size and bool((extents == stored).all())
 

@@ -25,12 +25,13 @@ Flags = NDArray[np.bool_]
 
 _CROP_TRIES = 10
 _LEVEL_BITS = 15
-"""Bits of a weight: 8 bits of a pixel and a cubic sum of up to 1.3 also fit float32's 24 bits."""
+"""Fractional bits of a weight. A sum of up to 1.3 (cubic) times 8-bit pixels then fits float32's 24
+bits."""
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """One crop per image, in pixels. `flip` mirrors the crop."""
+    """One crop box per image, in pixels. `flip`: mirror the crop."""
 
     top: NDArray[np.float64]
     left: NDArray[np.float64]
@@ -44,7 +45,7 @@ def whole_boxes(count: int, size: int) -> Boxes:
 
 
 def central_boxes(size: int, aspects_B: Floats, *, fraction: float) -> Boxes:
-    """Return the central square of each image; `fraction` of its side."""
+    """Return the central square of each original image, with `fraction` of its shorter side."""
     width, height = _largest(size, 1 / aspects_B, fraction=fraction)
     top, left = np.round((size - height) / 2), np.round((size - width) / 2)
     return Boxes(top, left, height, width, np.zeros(len(aspects_B), bool))
@@ -64,9 +65,10 @@ def draw_flips(settings: AugmentSettings, draws: Draws) -> Flags:
 def draw_boxes(
     settings: AugmentSettings, draws: Draws, *, stored_size: int, aspects_B: Floats
 ) -> Boxes:
-    """Draw random resized crops as torchvision: ten tries at area and ratio, else the center.
+    """Draw random resized crops as torchvision: ten tries at area and ratio, otherwise the center.
 
-    An image of aspect a is stored as a square, in which a box of aspect r has r / a.
+    An image of aspect ratio a is stored as a square. A crop of aspect ratio r has r / a in this
+    square.
     """
     flip, count = draw_flips(settings, draws), len(aspects_B)
     if settings.crop_scale is None:
@@ -105,7 +107,7 @@ def draw_boxes(
 
 
 def draw_kernels(settings: AugmentSettings, draws: Draws, *, count: int) -> Flags | None:
-    """Return a flag for each image that is resized with the cubic filter, or None."""
+    """Return True for each image that is resized with the cubic filter; None if none is."""
     if settings.crop_interpolation == "random":
         return draws.uniform(Purpose.CROP_KERNEL) < 0.5
     return np.ones(count, bool) if settings.crop_interpolation == "bicubic" else None
@@ -160,10 +162,11 @@ def axis_weights(
     enlarged_B: Tensor | None = None,
     fixed_point: bool = False,
 ) -> Tensor:
-    """Return (B, O, stored_size) weights of an antialiased resize of [start, start + extent) to
-    `size` pixels. `enlarged_B` selects INTER_AREA: True if either side of the box is enlarged.
+    """Return the weights (B, O, stored_size) of an antialiased resize of [start, start + extent) to
+    `size` pixels.
 
-    Fixed-point weights have 15 bits after the point, before and after the division by their sum.
+    `enlarged_B`: use INTER_AREA; True if either side of an image's box is enlarged. Fixed-point
+    weights have 15 fractional bits, before and after the division by their sum.
     """
     device = start_B.device
     start_B11, extent_B11 = start_B.view(-1, 1, 1), extent_B.view(-1, 1, 1)
@@ -201,7 +204,7 @@ def padded_crop(
     padding: int,
     mode: PaddingMode,
 ) -> Tensor:
-    """Pad the images, crop the stored size at (top, left), and flip."""
+    """Pad the images, crop squares of the stored size at (top, left), and flip."""
     _, height, width, _ = images_BHWC.shape
     rows_BH = top[:, None] + np.arange(height)
     columns_BW = left[:, None] + np.arange(width)
@@ -228,7 +231,7 @@ def draw_offsets(
 
 
 def _reflected(places: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """Mirror positions at the first and the last pixel without doubling these pixels."""
+    """Reflect positions at the first and the last pixel, without repeating these pixels."""
     period = max(2 * size - 2, 1)
     around = places % period
     return np.minimum(around, period - around) if size > 1 else np.zeros_like(places)
@@ -274,7 +277,8 @@ def _weights(
 
 def _covered(start_B1H: Tensor, begin_BO1: Tensor, end_BO1: Tensor, enlarged_B11: Tensor) -> Tensor:
     """Return the fraction of each output pixel [begin, end) that the pixel at `start` covers. If
-    either side is enlarged, OpenCV uses at most two pixels, and the second one gets the rest."""
+    either side is enlarged, OpenCV uses at most two pixels: the second one gets the remaining
+    weight."""
     covered_BOH = (
         torch.minimum(start_B1H + 1, end_BO1) - torch.maximum(start_B1H, begin_BO1)
     ).clamp(min=0)

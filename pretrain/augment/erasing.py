@@ -70,7 +70,7 @@ def draw_blocks(settings: AugmentSettings, draws: Draws, *, size: int) -> Erased
 
 
 def erase(pictures_BCOO: Tensor, blocks: ErasedBlocks, *, mode: EraseMode) -> Tensor:
-    """Change the images in place."""
+    """Erase the blocks in place."""
     if not len(blocks.rows):
         return pictures_BCOO
     _, colors, size, _ = pictures_BCOO.shape
@@ -97,7 +97,8 @@ def erase(pictures_BCOO: Tensor, blocks: ErasedBlocks, *, mode: EraseMode) -> Te
 
 
 def normal_noise(keys_n: Tensor, count: int) -> Tensor:
-    """Return (n, count) normal numbers from 23 bits of SplitMix64's sequence of each key."""
+    """Return (n, count) normal random numbers. Each uses 23 bits of the SplitMix64 sequence of its
+    row's key."""
     place = torch.arange(1, count + 1, device=keys_n.device)
     state = keys_n.unsqueeze(-1) + place * _GOLDEN
     state = (state ^ _shifted(state, 30)) * _M1
@@ -108,7 +109,7 @@ def normal_noise(keys_n: Tensor, count: int) -> Tensor:
 
 
 def _shifted(values: Tensor, places: int) -> Tensor:
-    """Shift to the right with zeros (torch's >> repeats the sign)."""
+    """Shift right and insert zeros. torch's >> repeats the sign bit."""
     return (values >> places) & ((1 << (64 - places)) - 1)
 
 

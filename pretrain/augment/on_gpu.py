@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from pretrain.augment.crops import Boxes, Flags
 
 _BLOCK = 512
-"""Output pixels of a program of four warps: four pixels for each thread."""
+"""Output pixels of one Triton program with four warps: four pixels per thread."""
 NO_MIXING, PAIRS, PREVIOUS = 0, 1, 2
-"""Values of the kernel's MIXING."""
+"""Values of the kernel's argument MIXING."""
 _ONE = tl.constexpr(32768.0)
-"""1 as a fixed-point weight, 2^`_LEVEL_BITS` of crops.py."""
+"""The number 1 as a fixed-point weight: 2^`_LEVEL_BITS` of crops.py."""
 _WHOLE = tl.constexpr(12582912.0)
-"""1.5 * 2^23: adding and subtracting it rounds a float32 below 2^22 as torch's round."""
+"""1.5 * 2^23. Adding and subtracting it rounds a float32 below 2^22, as torch.round does."""
 
 
 def crop_mix_normalize(
@@ -47,11 +47,10 @@ def crop_mix_normalize(
     area: bool = False,
     levels: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the images as on_cpu.py does, and the weights on the GPU. `levels`: return them as
-    `resample_levels`.
+    """Return the images as on_cpu.py does, and the weights on the GPU.
 
-    A weight for each image mixes the images of a pair. One weight less mixes each image except the
-    first with the previous one (`mixup_pairing: ffcv`).
+    `levels`: return integer levels as `resample_levels`. One weight per image: mix pairs of images.
+    One weight less: mix each image except the first with the previous one (`mixup_pairing: ffcv`).
     """
     count, side = len(images_BHWC), (size, size)
     mixing = NO_MIXING if weights is None else PAIRS if len(weights) == count else PREVIOUS
@@ -188,7 +187,7 @@ def _made(
     images, boxes, count, number, y, x, is_pixel, stored, size,
     TAPS: tl.constexpr, AREA: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Return one image's colors at output (y, x), on the scale 0..255."""
+    """Return the colors of one image at output pixel (y, x), on the scale 0..255."""
     top, left = tl.load(boxes + number), tl.load(boxes + count + number)
     height, width = tl.load(boxes + 2 * count + number), tl.load(boxes + 3 * count + number)
     x = tl.where(tl.load(boxes + 4 * count + number) > 0, size - 1 - x, x)
@@ -237,7 +236,8 @@ def _made(
 
 @triton.jit
 def _axis(at, start, extent, size, cubic, AREA: tl.constexpr, CUBIC: tl.constexpr):
-    """Return the first stored pixel of each output pixel, and numbers for `_share`."""
+    """Return the first stored pixel of each output pixel on one axis, and the numbers that `_share`
+    needs."""
     ratio = tl.div_rn(extent, size * 1.0)
     if AREA:  # divide last: pixel edges are exact
         begin, end = tl.div_rn(at * extent, size * 1.0), tl.div_rn((at + 1) * extent, size * 1.0)
@@ -265,7 +265,7 @@ def _share(
     CUBIC: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    """Return the weight of the `k`-th pixel before normalization, as `axis_weights`."""
+    """Return the weight of the `k`-th stored pixel before normalization, as `axis_weights`."""
     pixel = first + k
     if AREA:
         start, begin, end, _ = known
@@ -294,7 +294,7 @@ def _share(
 
 @triton.jit
 def _settled(share, total, LEVELS: tl.constexpr):
-    """Divide fixed-point weights by their sum. Floats are divided once, at the end."""
+    """Divide fixed-point weights by their sum. Float weights are divided once, at the end."""
     return ((tl.div_rn(share * _ONE, total) + _WHOLE) - _WHOLE) / _ONE if LEVELS else share
 
 

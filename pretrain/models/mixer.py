@@ -150,8 +150,8 @@ class Mixer(ImageModel):
         return x_BF.mean(dim=1)
 
     def as_map(self, x_BF: Tensor) -> Tensor:
-        """Return tokens at the positions of their patches, or in one column if they form no
-        square."""
+        """Return tokens as a map at the positions of their patches, or as one column if they form
+        no square."""
         side = isqrt(x_BF.shape[1])
         width = side if side**2 == x_BF.shape[1] else 1
         return x_BF.transpose(1, 2).reshape(

@@ -25,7 +25,7 @@ COLORS: dict[Color, str] = {
     "max": "the maximum over a pixel's colors",
     "furthest": "a pixel's color furthest from 0",
 }
-"""Rules that choose the drawn weight of a pixel."""
+"""Rules that choose one of a pixel's three color weights for drawing."""
 FIRST_LAYER = "stem.weight"
 PANEL, MARGIN, HEAD = 144, 6, 66
 _RED_TO_BLUE = np.array(

@@ -244,7 +244,7 @@ def test_a_command_that_breaks_is_begun_again_behind_what_it_has_given(
     script.write_text("exit 7")
     with (
         reading(f"pipe:sh {script} --key=secret", shuffle="none") as (_, batches),
-        pytest.raises(remote.RemoteError, match=r"^pipe:sh .*ended with 7") as failed,
+        pytest.raises(remote.RemoteError, match=r"^pipe:sh .*exit code 7") as failed,
     ):
         next(batches)
     assert "secret" not in str(failed.value)
