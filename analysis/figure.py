@@ -46,12 +46,15 @@ def figure_settings(plan: Plan) -> FigureSettings:
         fix = "add one, such as figure: {kind: sweep, x: width, hue: kind}"
         raise SettingsError(plan.path, "the plan has no `figure:`", fix, code="missing-value")
     settings = validate(FigureSettings, dict(plan.figure))
-    if (settings.kind == "sweep") != (settings.x is not None):
-        problem = "x is required for kind sweep and not valid for other kinds"
-        raise SettingsError("figure.x", problem, "set x: width, for example", code="conflict")
+    if settings.kind == "sweep" and settings.x is None:
+        fix = "set x: width, for example"
+        raise SettingsError("figure.x", "kind sweep needs x", fix, code="conflict")
+    if settings.kind != "sweep" and settings.x is not None:
+        problem = f"kind {settings.kind} does not use x"
+        raise SettingsError("figure.x", problem, "remove x", code="conflict")
     if settings.accuracy and settings.kind != "curves":
-        problem = "accuracy is only valid for kind curves"
-        raise SettingsError("figure.accuracy", problem, "remove it", code="conflict")
+        problem = f"kind {settings.kind} does not use accuracy"
+        raise SettingsError("figure.accuracy", problem, "remove accuracy", code="conflict")
     members = (member for stage in plan.stages for member in stage.members)
     known = [*VARIABLES, *dict.fromkeys(axis for member in members for axis in member.labels)]
     for name in (*filter(None, [settings.x]), *settings.hue, *settings.facet):

@@ -232,7 +232,8 @@ def read_run(directory: Path) -> Run:
     """Read a run. Fail if it has no record, or if its settings cannot be read."""
     record, settings = read_record(directory), read_yaml(directory / CONFIG_FILE)
     if record is None:
-        raise UserError(str(directory / RECORD), "does not exist", code="missing-path")
+        fix = "give the directory of a run, or repeat the run"
+        raise UserError(str(directory / RECORD), "does not exist", fix, code="missing-path")
     start = next(iter(_events(directory, limit=1)), {})
     present = flatten(settings)
     params = present | start.get("params", {})

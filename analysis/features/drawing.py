@@ -1,4 +1,5 @@
-"""The figures of `analysis cka` and `analysis invariance`. Callers open `looks`."""
+"""The figures of `analysis cka` and `analysis invariance`. Call these functions inside
+`with looks(...)`, which sets the plot style."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -191,7 +191,8 @@ def _has(member: Member, name: str, wanted: Any) -> bool:
 
 
 def differences(plan: Plan) -> list[str]:
-    """Return the settings without a row, and the rows with other values than the plan."""
+    """Return a message for each setting that no row explains, each value that differs from its
+    row, and each row of the plan without effect."""
     (own, shared), members = rows_of_plan(plan), members_of(plan)
     decisions = [_decisions(member, own, shared) for member in members]
     origins = _origins([*own, *shared], members, decisions)

@@ -179,8 +179,8 @@ def places_of(
 
 
 def lines_of(places: pd.DataFrame, x: str) -> pd.DataFrame:
-    """Return for each line Kendall's tau against a width, with p corrected for the number of lines,
-    or the optimum against ln(C / S)."""
+    """Return a row of statistics for each line: Kendall's tau with Holm-corrected p if x is a
+    width, the optimum if x is ln(C / S)."""
     lines = []
     for (facet, hue), own in places.groupby(["facet", "hue"], sort=False):
         statistics = {}

@@ -163,10 +163,11 @@ def source_of(settings: ProbeSettings, maker: FeatureMaker) -> Iterator[Cached |
         settings.features == "stream" or (not settings.must_keep and cache.fault is not None)
     )
     if maker.world.is_first and (is_streamed or cache.missing_gb):
-        way = "streamed, without" if is_streamed else "kept on disk:"
-        print(
-            f"features are {way} {1e3 * cache.missing_gb:,.1f} MB more in {settings.features_place}"
-        )
+        place, size = settings.features_place, f"{1e3 * cache.missing_gb:,.1f} MB more"
+        if is_streamed:
+            print(f"features are streamed; keeping them would need {size} in {place}")
+        else:
+            print(f"features are kept in {place} ({size})")
     if not is_streamed:
         tables = {
             which: maker.tables(*each)
