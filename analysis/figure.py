@@ -22,26 +22,26 @@ Names = Annotated[
 
 
 class FigureSettings(Settings):
-    """A variable is one of VARIABLES or an axis of the plan."""
+    """Settings of a plan's figure. A variable is one of VARIABLES or an axis of the plan."""
 
     kind: Literal["sweep", "curves", "scaling", "cka"]
-    """sweep: errors by x. curves: losses during training. scaling: laws. cka: features of the first
-    entry's runs, compared with runs of the other entries that have the same values on common
-    axes."""
+    """Kind of figure. sweep: errors against x. curves: losses during training. scaling: scaling
+    laws. cka: features of the first entry's runs, compared with runs of the other entries that have
+    the same values on common axes."""
     x: str | None = Field(None, examples=["width"])
     """Variable of a sweep's horizontal axis."""
     hue: Names = Field((), examples=["mixing"])
-    """Variables that make lines."""
+    """Variables with a line for each value."""
     facet: Names = Field((), examples=["target"])
-    """Variables that make panels."""
+    """Variables with a panel for each value."""
     task: str | None = Field(None, examples=["probe"])
-    """Only results of this task: pretrain, probe, tune, evaluate, ..."""
+    """Show only results of this task: pretrain, probe, tune, evaluate, ..."""
     accuracy: bool = False
     """curves: also draw the test accuracy."""
 
 
 def figure_settings(plan: Plan) -> FigureSettings:
-    """Return the checked settings. Runs are not read."""
+    """Return the checked settings, without reading runs."""
     if plan.figure is None:
         fix = "add one, such as figure: {kind: sweep, x: width, hue: kind}"
         raise SettingsError(plan.path, "the plan has no `figure:`", fix, code="missing-value")
@@ -65,7 +65,7 @@ def figure_settings(plan: Plan) -> FigureSettings:
 
 
 def figure(plan: Plan, results: pd.DataFrame | None = None, *, partial: bool = False) -> Result:
-    """`results`: a results table to use instead of the plan's runs."""
+    """Draw the figure. `results`: a results table to use instead of the plan's runs."""
     settings = figure_settings(plan)
     if settings.kind == "cka":
         if results is not None:

@@ -27,7 +27,7 @@ OF_SHAPES = {
     *("tokens", "channels", "log_cs", "patch_size", "model", "parameters", "multiply_adds"),
     "compute",
 }
-"""Variables in which mirrored shapes differ."""
+"""Variables in which shapes with swapped tokens and channels differ."""
 LENGTHS = {"epochs", "compute", "samples", "step"}
 TITLES = {
     "width": "width m",
@@ -179,8 +179,8 @@ def places_of(
 
 
 def lines_of(places: pd.DataFrame, x: str) -> pd.DataFrame:
-    """Return a row of statistics for each line: Kendall's tau with Holm-corrected p if x is a
-    width, the optimum if x is ln(C / S)."""
+    """Return a row of statistics for each line: Kendall's tau with Holm-corrected p if x is a width,
+    the optimum if x is ln(C / S)."""
     lines = []
     for (facet, hue), own in places.groupby(["facet", "hue"], sort=False):
         statistics = {}

@@ -29,7 +29,7 @@ from pretrain.data.reader import ShardReader, Unreadable, reading
 
 
 class Listed(NamedTuple):
-    """An order given by a list of samples."""
+    """Sample order that is given by a list of samples."""
 
     samples: Ids
 
@@ -66,7 +66,7 @@ class StreamedRows(Rows):
 
     @torch.no_grad()
     def _blocks(self, view: int, ids: Ids) -> Iterator[Tensor]:
-        """Features of the samples, in blocks of one forward pass on each rank."""
+        """Yield features of the samples, in blocks of one forward pass on each rank."""
         maker, world = self._maker, self._maker.world
         cuts = [*range(0, len(ids), maker.batch_size * world.num_ranks), len(ids)]
         requests = (
@@ -100,13 +100,14 @@ class StreamedRows(Rows):
 
 
 def _share_of(first: int, end: int, *, rank: int, num_ranks: int) -> Ids:
-    """Return equally many rows for each rank; the last ranks repeat the last row."""
+    """Return this rank's rows. All ranks get the same number, so the last ranks repeat the last
+    row."""
     size = -(-(end - first) // num_ranks)
     return np.minimum(np.arange(first + rank * size, first + (rank + 1) * size), end - 1)
 
 
 class Cached:
-    """Rows of tables, which each rank reads independently."""
+    """Rows of tables on disk. Each rank reads independently."""
 
     are_shared = False
     """True if all ranks must ask for the same rows at the same time."""
@@ -129,7 +130,7 @@ class Cached:
 
 
 class Streamed:
-    """Rows whose features are computed when they are asked for."""
+    """Rows whose features are computed on demand."""
 
     def __init__(
         self,
@@ -157,7 +158,7 @@ class Streamed:
 
 @contextmanager
 def source_of(settings: ProbeSettings, maker: FeatureMaker) -> Iterator[Cached | Streamed]:
-    """Choose between both kinds, the same on all ranks."""
+    """Choose between cached and streamed rows, the same on all ranks."""
     wanted, cache = wanted_of(settings), maker.cache
     is_streamed = maker.group.any_rank(
         settings.features == "stream" or (not settings.must_keep and cache.fault is not None)

@@ -26,19 +26,19 @@ from pretrain.models.build import build_model
 from pretrain.models.spec import TIMM_NORM_EPS, Activation, AnySpec, MixerSpec, MlpSpec
 
 Flattening = Literal["chw", "hwc"]
-"""chw: all red, all green, all blue, as in scaling_mlps; hwc: pixel by pixel."""
+"""Order of pixels. chw: all red, all green, all blue, as in scaling_mlps. hwc: pixel by pixel."""
 Family = Literal["scaling_mlps", "timm"]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Facts from names and shapes."""
+    """Facts that follow from names and shapes."""
 
     family: Family
     spec: AnySpec
     image_size: int
     names: Mapping[str, str]
-    """Our name for each of theirs."""
+    """Our name of each tensor, by its name in the file."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Foreign:
     image_size: int
     num_classes: int
     weights: dict[str, Tensor]
-    """Our names; float32, without shared memory."""
+    """Tensors by our names, in float32, without shared memory."""
 
 
 def convert(
@@ -58,7 +58,7 @@ def convert(
     flattening: Flattening = "chw",
     activation: Activation = "gelu",
 ) -> Foreign:
-    """Convert weights. Fail if they are unknown or incomplete."""
+    """Convert the weights. Fail if they are unknown or incomplete."""
     # the public finetune.py puts the head into a module
     renamed = {
         name.replace("linear_out.linear.", "linear_out."): tensor
