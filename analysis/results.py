@@ -131,7 +131,7 @@ def _check_top1(results: pd.DataFrame) -> None:
     lacking = results[results.error.isna() & is_evaluated]
     if len(lacking):
         problem = f"the run has no top-1 ({len(lacking):,} results in total)"
-        raise UserError(lacking.run.iloc[0], problem, "run it again", code="missing-value")
+        raise UserError(lacking.run.iloc[0], problem, "repeat the run", code="missing-value")
 
 
 def last_of_each_run(results: pd.DataFrame) -> pd.DataFrame:

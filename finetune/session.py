@@ -1,7 +1,7 @@
 """A short run (probe, knn, evaluate): joined ranks, the frozen model, and the record in MLflow.
 
-A short run has no checkpoints: it ends, or it starts again. A signal makes its status KILLED. Only
-this file and the engine of `finetune tune` import accelerate.
+A short run has no checkpoints, so an interrupted run starts again. A signal sets its status to
+KILLED. Only this file and the engine of `finetune tune` import accelerate.
 """
 
 import datetime

@@ -64,7 +64,7 @@ def finished_before(run_dir: Path, pretrained: str | None, world: World) -> bool
         return False
     check_source(run_dir, pretrained)
     if world.is_first:
-        print(f"{run_dir}: finished before; choose another run_dir to repeat it")
+        print(f"{run_dir}: the run finished before; choose another run_dir to repeat it")
     return True
 
 

@@ -3,8 +3,8 @@
 Each pair of runs has a matrix and the mean of its diagonal. If the depths differ, the diagonal has
 the entries at the same fraction of both depths. The ceiling of the mean is the CKA between seeds of
 one architecture. For the floor, the second network gets the images in another order.
-Pairs of the same two architectures are seeds: mean, standard deviation over pairs, and an interval
-from resampled batches. F features of all runs together, T batches, W weightings of these, L and M
+Pairs of the same two architectures are averaged, with their standard deviation and an interval from
+resampled batches. F features of all runs together, T batches, W weightings of these, L and M
 layers of a pair.
 """
 

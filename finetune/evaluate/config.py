@@ -1,11 +1,11 @@
-"""Settings of `finetune evaluate`, and the evaluation that they mean. No torch is imported.
+"""Settings of `finetune evaluate`, and the evaluation that they describe. No torch is imported.
 
-Two evaluations that may differ in one prediction have different identities, hence different
-directories: nothing is overwritten. Batch size, ranks and paths are not part of an identity.
-RUN/evaluation.json holds everything that the predictions depend on, from the beginning on.
+If two evaluations could differ in a prediction, they have different identities and therefore
+different directories. Batch size, ranks and paths are not part of an identity. RUN/evaluation.json
+records everything that the predictions depend on, before the first prediction.
 
-Views use the augmentation that the user sets. The default is the crops and flips of the
-training. If the weights have no record of them, it is those of Scaling MLPs' public command.
+Views use the augmentation that the user sets. The default is the crops and flips of the training,
+or of Scaling MLPs' public command if the training is unknown.
 """
 
 import os
@@ -241,7 +241,7 @@ class Evaluation:
         if self.settings.data.split not in splits:
             return None
         place = f"{self.settings.data.dataset}, {self.settings.data.split}"
-        return f"{place}: the model was trained on these images: this is no test accuracy"
+        return f"{place}: the model was trained on these images, so this is not a test accuracy"
 
 
 def is_evaluated(settings: EvaluateSettings) -> bool:

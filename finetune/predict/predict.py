@@ -1,8 +1,8 @@
-"""Images in, a row for each image out, in their order: the most probable classes, or why there are
-none; the features, too.
+"""Predict images: one row for each image, in order. A row has the most probable classes (or the
+reason why there are none) and, on request, the features.
 
 An image becomes the square that `data_prep build` would have stored, and is resized as `finetune
-evaluate` resizes it. Images of a dataset are squares already. The loader's threads read and decode
+evaluate` resizes it. Images of a dataset already are squares. The loader's threads read and decode
 images, and memory holds one group of rows. The files appear complete or not at all.
 B batch, K classes, T top classes.
 """

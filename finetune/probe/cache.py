@@ -130,7 +130,7 @@ class Cache:
         if isinstance(settings, ProbeSettings):
             lion = " optimizer=lion" if settings.optimizer == "lbfgs" else ""
             fix = f"set features=stream{lion}, or {fix}"
-        return f"need {self.missing_gb:.3g} GB more, but {limit}", fix
+        return f"the features need {self.missing_gb:.3g} GB more, but {limit}", fix
 
 
 def check_room(

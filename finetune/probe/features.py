@@ -181,7 +181,7 @@ class FeatureMaker:
         self.group.all_sum(counts := is_bad.float())
         missing = [place for place, count in zip(places, counts.tolist(), strict=True) if count]
         for place in filter(Path.exists, missing) if self.world.is_first else ():
-            print(f"{place}: is damaged; its features are computed again", file=sys.stderr)
+            print(f"{place} is damaged; the features are computed again", file=sys.stderr)
         return missing
 
     @torch.no_grad()

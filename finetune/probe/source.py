@@ -1,9 +1,9 @@
 """Rows of a probe: from tables of features on disk, or streamed.
 
-Streamed features are computed each time rows are asked for, and nothing is kept. All ranks ask for
-the same rows at the same time. Each rank decodes and augments its fraction of the images, computes
-their features, and receives those of the other ranks. So every rank sees complete batches, as from
-a table, and trains its fraction of the candidates.
+Streamed features are computed for each request of rows, and are not kept. All ranks request the
+same rows at the same time. Each rank decodes and augments its fraction of the images, computes
+their features, and receives those of the other ranks. Therefore every rank gets complete batches,
+as from a table, and trains its fraction of the candidates.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -113,13 +113,13 @@ def recognise(found: Shapes, *, source: object, activation: Activation) -> Layou
     if "stem.weight" in found and "head.weight" in found:
         raise UserError(
             str(source),
-            "its weights are of this project and need no conversion",
+            "its weights have this project's format and need no conversion",
             "Give the folder with its config.json to the other commands",
             code="wrong-command",
         )
     raise UserError(
         str(source),
-        f"its tensor names ({first(list(found))}) are of no known family",
+        f"its tensor names ({first(list(found))}) belong to no known family",
         "Known are scaling_mlps' BottleneckMLP and MLP (linear_in.weight, ...) and timm's mixer_*"
         " (stem.proj.weight, blocks.0.mlp_tokens.fc1.weight, ...)",
         code="unknown-format",
@@ -131,7 +131,8 @@ def _sizes(found: Shapes, name: str, *axes: str) -> Sequence[int]:
     shape = found.get(name)
     if shape is None or len(shape) != len(axes) or not all(shape):
         given = "missing" if shape is None else "x".join(map(str, shape)) or "a single number"
-        raise UserError(name, f"it is {given}, needed {' x '.join(axes)}", code="mismatch")
+        problem = f"the shape is {given} instead of {' x '.join(axes)}"
+        raise UserError(name, problem, "give the weights of a supported model", code="mismatch")
     return shape
 
 
@@ -145,7 +146,8 @@ def _scaling_mlp(found: Shapes, activation: Activation) -> Layout:
     side, depth = math.isqrt(num_inputs // 3), _num("blocks", found)
     if 3 * side * side != num_inputs:
         problem = f"{num_inputs} columns are not the pixels of a square RGB image"
-        raise UserError("linear_in.weight", problem, code="unsupported")
+        fix = "give weights for square RGB images"
+        raise UserError("linear_in.weight", problem, fix, code="unsupported")
     names = pairs("linear_in", "stem")
     if depth:
         hidden, _ = _sizes(found, "blocks.0.block.0.weight", "hidden", "width")

@@ -154,7 +154,9 @@ def _three(values: object) -> tuple[float, float, float]:
         red, green, blue = map(float, cast(Any, values))
     except (TypeError, ValueError):
         fix = "give --mean and --std"
-        raise UserError("config", f"{values!r} is no mean or std", fix, code="damaged") from None
+        raise UserError(
+            "config", f"{values!r} is not a valid mean or std", fix, code="damaged"
+        ) from None
     return red, green, blue
 
 
