@@ -122,5 +122,5 @@ def _push(settings: ExportSettings) -> int:
                 private=settings.private,
                 obsolete=(ONNX, f"{ONNX}.data", PT2),
             )
-        print(f"{pushed}: pushed as one commit. Use it as pretrained={HUB}{settings.push_to}")
+        print(f"{pushed}: one commit. Use it as pretrained={HUB}{settings.push_to}")
     return OK
