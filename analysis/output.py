@@ -149,9 +149,9 @@ def _write_figure(figure: "Figure | Image", path: Path) -> list[Path]:
 
 def mark(number: int) -> dict[str, Any]:
     """Return the color and the marker of the nth line."""
-    from finetune.looks import COLOURS, MARKERS
+    from finetune.looks import COLORS, MARKERS
 
-    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+    return {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 def draw_band(axes: "Axes", x: Any, low: Any, middle: Any, high: Any, **style: Any) -> None:

@@ -40,7 +40,7 @@ class Fed:
     """Image size, normalization and other properties of a frozen model's input."""
 
     image_size: int
-    normalisation: tuple[tuple[float, float, float], tuple[float, float, float]]
+    normalization: tuple[tuple[float, float, float], tuple[float, float, float]]
     """Mean and standard deviation of each channel on the scale 0..1."""
     interpolation: Filter = "bilinear"
     """Default filter that resizes images."""

@@ -19,8 +19,8 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from data_prep.images.lettering import families
 from data_prep.publish import write_atomic
 
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#555555")
-BLUE, RED, GREY = "#4477aa", "#cc6677", "#888888"
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#555555")
+BLUE, RED, GRAY = "#4477aa", "#cc6677", "#888888"
 COLUMN, PAGE = 3.3, 6.9
 """Width of a paper's column and of both columns, in inches."""
 DPI = 220
@@ -36,7 +36,7 @@ _LOOKS: dict[Any, Any] = {
     "xtick.labelsize": 7,
     "ytick.labelsize": 7,
     "axes.titlelocation": "left",
-    "axes.prop_cycle": cycler(color=COLOURS),
+    "axes.prop_cycle": cycler(color=COLORS),
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.linewidth": 0.6,

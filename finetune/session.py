@@ -23,7 +23,7 @@ from data_prep.manifest import Manifest
 from data_prep.publish import hash_of_json
 from data_prep.settings import flatten
 from finetune.config import ChannelStats, Fed, ShortRunSettings
-from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalization
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
 from pretrain.checkpoints.run import CONFIG_FILE, claim
@@ -149,7 +149,7 @@ class Backbone(Fed):
             (settings or AugmentSettings()).fed_as(self.interpolation, self.eval_crop),
             seed=seed,
             image_size=self.image_size,
-            normalisation=Normalisation(*self.normalisation),
+            normalization=Normalization(*self.normalization),
             device=device,
             dtype=torch.float32,
             pixels=self.pixels,

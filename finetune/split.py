@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def check_split(manifest: Manifest, split: str, *, directory: Path | str) -> None:
     """Fail if the split does not exist, has no labels, or is empty."""
-    if not manifest.labelled_split(split, directory=directory).num_samples:
+    if not manifest.labeled_split(split, directory=directory).num_samples:
         problem = f"split {split!r} is empty"
         raise DatasetError(f"{directory}", problem, "choose another split", code="empty")
 

@@ -13,7 +13,7 @@ from matplotlib.ticker import NullLocator
 
 from analysis.output import draw_band, mark
 from data_prep.images.lettering import legible
-from finetune.looks import GREY, SEQUENTIAL, panels
+from finetune.looks import GRAY, SEQUENTIAL, panels
 
 MOST_PANELS = 6
 MEASURED = ("top1", "agreement", "cka")
@@ -82,12 +82,12 @@ def _draw_density(groups: pd.DataFrame) -> Figure:
         )
         for ceiling in own.ceiling_a.dropna().unique():
             axes.axhline(ceiling, color=style["color"], linestyle="--", linewidth=1)
-        axes.plot(own.density, own.floor, color=GREY, linestyle=":", linewidth=1)
+        axes.plot(own.density, own.floor, color=GRAY, linestyle=":", linewidth=1)
     legend = {":": "floor: shuffled images"}
     if groups.ceiling_a.notna().any():
         legend["--"] = "ceiling: other seeds of the first"
     for line, label in legend.items():
-        axes.plot([], [], color=GREY, linestyle=line, linewidth=1, label=label)
+        axes.plot([], [], color=GRAY, linestyle=line, linewidth=1, label=label)
     axes.xaxis.set_major_formatter(lambda value, _: f"1/{1 / value:,.0f}" if value < 1 else "1")
     axes.legend(loc="best")
     return figure

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from analysis.matrices.spectra import NOISE, norm, singular_values
 from analysis.output import Result, mark
 from data_prep.progress import progress
-from finetune.looks import BLUE, GREY, looks, panels
+from finetune.looks import BLUE, GRAY, looks, panels
 from pretrain.models.layers.sparse import draw_connections, largest_singular_value
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def draw_widths(rows: pd.DataFrame, *, title: str) -> Figure:
         for number, (name, label) in enumerate(measured.items()):
             _draw_over_seeds(axes, by_width[name], number, label)
         for (name, label), line in zip(LAWS.items(), ("-", ":", "--"), strict=True):
-            law, color = by_width[name].first(), GREY if name == "dense" else "black"
+            law, color = by_width[name].first(), GRAY if name == "dense" else "black"
             axes.plot(law.index, law, line, color=color, lw=1, label=label)
         axes.set(xlabel="width of the hidden layer γm", ylabel="largest singular value")
         axes.set_title(title)
@@ -177,7 +177,7 @@ def draw_sparser(spectra: pd.DataFrame, largest: pd.DataFrame) -> Figure:
         center.legend()
         for number, (omega, own) in enumerate(largest.groupby("omega")):
             _draw_over_seeds(right, own.groupby("a").sigma_max, number, f"Ω = {omega:,}")
-        right.axhline(2, color=GREY, lw=1, label="dense matrix (a = 0) in the limit: 2")
+        right.axhline(2, color=GRAY, lw=1, label="dense matrix (a = 0) in the limit: 2")
         right.set(xlabel="a", ylabel="largest singular value", ylim=(0, None))
         right.set_title("γ = 1, m = Ω^((1+a)/2), p = Ω^-a")
         right.legend(loc="upper left")

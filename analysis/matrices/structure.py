@@ -29,7 +29,7 @@ from analysis.matrices.propositions import check_propositions
 from analysis.matrices.spectra import LARGEST_DENSE, draw_lines, singular_values
 from analysis.matrices.weights import Array, checkpoints_of, steps_of
 from analysis.output import Result
-from finetune.looks import GREY
+from finetune.looks import GRAY
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.models.spec import SparseMlpSpec, nearest_divisor
 
@@ -126,7 +126,7 @@ def draw(rows: pd.DataFrame) -> Figure:
     titles = {form: f"to the nearest {form.capitalize()} matrix" for form in FORMS}
     figure = draw_lines(shown, titles, x="block")
     for axes in figure.axes:
-        axes.axhline(1, color=GREY, lw=0.8)
+        axes.axhline(1, color=GRAY, lw=0.8)
     figure.axes[0].set_ylabel("distance / random distance")
     figure.axes[1].sharey(figure.axes[0])
     return figure

@@ -34,7 +34,7 @@ from finetune.evaluate.scoring import (
     predictions_by_class,
     scores_of,
 )
-from finetune.looks import BLUE, GREY, RED, looks, save
+from finetune.looks import BLUE, GRAY, RED, looks, save
 from finetune.session import register
 from pretrain.checkpoints.run import save_result
 from pretrain.data.reader import ShardReader
@@ -232,6 +232,6 @@ def draw_calibration(bins: pd.DataFrame, *, title: str) -> Figure:
     above.plot([0, 1], [0, 1], color="black", linestyle=":", label="confidence = accuracy")
     above.set(title=title, ylabel="accuracy", ylim=(0, 1))
     above.legend(loc="upper left")
-    below.bar(edges, bins["count"], width, align="edge", color=GREY)
+    below.bar(edges, bins["count"], width, align="edge", color=GRAY)
     below.set(ylabel="images", xlabel="confidence: probability of the prediction", xlim=(0, 1))
     return figure

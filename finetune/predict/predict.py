@@ -30,7 +30,7 @@ from data_prep.progress import ProgressLine, progress
 from data_prep.publish import atomic_file, make_directory
 from data_prep.settings import printable
 from finetune.predict.command import Input, pictures_in
-from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalization
 from pretrain.augment.feed import on_device
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
@@ -64,7 +64,7 @@ class Predictor:
             AugmentSettings().fed_as(card.fed_interpolation, card.eval_crop),
             seed=0,
             image_size=card.image_size,
-            normalisation=Normalisation(card.channel_mean, card.channel_std),
+            normalization=Normalization(card.channel_mean, card.channel_std),
             device=device,
             dtype=torch.float32,
             pixels=card,

@@ -71,7 +71,7 @@ class Cache:
 
     def key(self, split: str, view: int | None) -> dict[str, Any]:
         source, is_augmented = self.source, view is not None
-        mean, std = source.normalisation
+        mean, std = source.normalization
         key = source.pixels.model_dump(include={*PixelOrder.model_fields}, exclude_defaults=True)
         key |= {} if self.augment.plain_crop == 1 else {"eval_crop": self.augment.plain_crop}
         key |= {} if source.precision == "fp32" else {"precision": source.precision}

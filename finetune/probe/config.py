@@ -244,7 +244,7 @@ class KnnSettings(FeatureSettings):
     holdout_split: ClassVar[str | None] = None
     seed: ClassVar[int] = 0
     cache_gb: ClassVar[float] = math.inf
-    neighbours: Annotated[tuple[int, ...], _ONE_OR_MORE] = Field((20, 10, 100, 200), min_length=1)
+    neighbors: Annotated[tuple[int, ...], _ONE_OR_MORE] = Field((20, 10, 100, 200), min_length=1)
     """Numbers k of nearest training images that vote. Several numbers take no longer than one.
     `test_top1` is the accuracy with the first number. The best one would be a choice on the test
     split."""
@@ -258,15 +258,15 @@ class KnnSettings(FeatureSettings):
 
     @model_validator(mode="after")
     def _numbers_make_sense(self) -> "KnnSettings":
-        counts = self.neighbours
+        counts = self.neighbors
         if min(counts, default=0) < 1 or len(set(counts)) < len(counts):
             problem, fix = f"{list(counts)} is not valid", "give different numbers, each at least 1"
-            raise UserError("neighbours", problem, fix, code="bad-value")
+            raise UserError("neighbors", problem, fix, code="bad-value")
         return self
 
     def check_against(self, manifest: Manifest) -> None:
-        most, split = max(self.neighbours), self.data.train_split
+        most, split = max(self.neighbors), self.data.train_split
         num_training = manifest.split(split, directory=self.data.dataset).num_samples
         if most > num_training:
             problem = f"{most} is more than the {num_training:,} samples of {split!r}"
-            raise DatasetError("neighbours", problem, "set smaller numbers", code="bad-value")
+            raise DatasetError("neighbors", problem, "set smaller numbers", code="bad-value")

@@ -63,7 +63,7 @@ def knn(
         tracker.metrics(logged, step=0)
         if checkpoint is not None:
             register(tracker, checkpoint, logged, target=target_of(manifest))
-        k = settings.neighbours[0]
+        k = settings.neighbors[0]
         return save_result(run_dir, result | {"test_top1": top1[k], "k": k})
 
 
@@ -77,7 +77,7 @@ def accuracies(
     device: torch.device,
 ) -> dict[int, float]:
     """Return the accuracy on the complete test split for each k."""
-    counts, size, group = sorted(settings.neighbours), len(test), PatientGroup()
+    counts, size, group = sorted(settings.neighbors), len(test), PatientGroup()
     first, end = (size * rank // world.num_ranks for rank in (world.rank, world.rank + 1))
     num_queries, num_training = block_sizes(
         settings.chunk_mb * 1_000_000,
@@ -98,7 +98,7 @@ def accuracies(
             parts: Iterable[Tensor] = train.chunks(num_training)
             if placed_TD is not None:
                 parts = torch.split(placed_TD, num_training)
-            similarities, rows = neighbours_of(
+            similarities, rows = neighbors_of(
                 queries_QD, unit_rows(parts, device=device), count=counts[-1]
             )
             found = answers(similarities, train_labels_T[rows], settings, num_classes=num_classes)
@@ -119,7 +119,7 @@ def block_sizes(
     return max(1, (num_bytes - num_training * per_training) // per_query), num_training
 
 
-def neighbours_of(
+def neighbors_of(
     queries_qD: Tensor, training: Iterator[Tensor], *, count: int
 ) -> tuple[Tensor, Tensor]:
     """Return (similarities, rows) of the nearest rows, nearest first. Rows have length 1."""
@@ -150,7 +150,7 @@ def answers(
             votes_QM = 1 / (1 - similarities_QM).clamp(min=_CLOSEST)
     sums_QK = votes_QM.new_zeros(len(votes_QM), num_classes)
     found, done = {}, 0
-    for count in sorted(settings.neighbours):
+    for count in sorted(settings.neighbors):
         sums_QK.scatter_add_(1, labels_QM[:, done:count], votes_QM[:, done:count])
         found[count], done = sums_QK.argmax(dim=1), count
     return found

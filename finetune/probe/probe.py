@@ -191,7 +191,7 @@ def report(outcome: Outcome, tracker: Tracker) -> None:
 def save_classifier(settings: ProbeSettings, outcome: Outcome, maker: FeatureMaker) -> None:
     """Save the backbone with the classifier as a checkpoint."""
     run_dir, manifest, backbone = Path(settings.run_dir), maker.manifest, maker.backbone
-    mean, std = backbone.normalisation
+    mean, std = backbone.normalization
     assert backbone.checkpoint is not None and backbone.model is not None
     identity = RunIdentity.of(
         run_dir, experiment=settings.tracking.experiment, uri=settings.tracking.uri

@@ -64,7 +64,7 @@ def convert(
         name.replace("linear_out.linear.", "linear_out."): tensor
         for name, tensor in weights.items()
     }
-    layout = recognise(shapes(renamed), source=source, activation=activation)
+    layout = recognize(shapes(renamed), source=source, activation=activation)
     head = "head.weight" if layout.family == "timm" else "linear_out.weight"
     num_classes, _ = _sizes(shapes(renamed), head, "outputs", "inputs")
     if layout.family == "timm":
@@ -101,7 +101,7 @@ def convert(
     return Foreign(layout.family, layout.spec, layout.image_size, num_classes, ours)
 
 
-def recognise(found: Shapes, *, source: object, activation: Activation) -> Layout:
+def recognize(found: Shapes, *, source: object, activation: Activation) -> Layout:
     if "linear_in.weight" in found and any(
         name.startswith(("blocks.0.block.", "layers.")) for name in found
     ):
@@ -187,16 +187,16 @@ def _scaling_mlp(found: Shapes, activation: Activation) -> Layout:
 
 def _mixer(found: Shapes, activation: Activation) -> Layout:
     """(A gmixer has the names of a Mixer, but its fc2 does not fit.)"""
-    channels, colours, patch, width = _sizes(
-        found, "stem.proj.weight", "channels", "colours", "height", "width"
+    channels, colors, patch, width = _sizes(
+        found, "stem.proj.weight", "channels", "colors", "height", "width"
     )
     token_hidden, tokens = _sizes(found, "blocks.0.mlp_tokens.fc1.weight", "hidden", "tokens")
     channel_hidden, _ = _sizes(found, "blocks.0.mlp_channels.fc1.weight", "hidden", "channels")
     side = math.isqrt(tokens)
-    if (colours, patch, side**2) != (3, width, tokens):
+    if (colors, patch, side**2) != (3, width, tokens):
         raise UserError(
             "stem.proj.weight",
-            f"it has {colours} channels and {tokens} patches of {patch} x {width}",
+            f"it has {colors} channels and {tokens} patches of {patch} x {width}",
             "Only square RGB images in square patches are supported",
             code="unsupported",
         )

@@ -95,12 +95,12 @@ def draw_boxes(
     height, width = np.where(found, height, tallest), np.where(found, width, widest)
     top = np.floor(draws.uniform(Purpose.CROP_TOP) * (stored_size - height + 1))
     left = np.floor(draws.uniform(Purpose.CROP_LEFT) * (stored_size - width + 1))
-    centre_top, centre_left = (
+    center_top, center_left = (
         np.floor((stored_size - height) / 2),
         np.floor((stored_size - width) / 2),
     )
     return Boxes(
-        np.where(found, top, centre_top), np.where(found, left, centre_left), height, width, flip
+        np.where(found, top, center_top), np.where(found, left, center_left), height, width, flip
     )
 
 
@@ -115,14 +115,14 @@ def resample(
     images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None = None, area: bool = False
 ) -> Tensor:
     """Resize the boxes to `size` pixels: float (B, C, O, O). `area`: use INTER_AREA."""
-    batch, height, width, colours = images_BHWC.shape
+    batch, height, width, colors = images_BHWC.shape
     rows_BOH, columns_BOW = _weights(images_BHWC, boxes, size=size, cubic=cubic, area=area)
     pictures_BHWC = images_BHWC.float()
-    down_BOWC = _product(rows_BOH, pictures_BHWC.view(batch, height, width * colours)).view(
-        batch, size, width, colours
+    down_BOWC = _product(rows_BOH, pictures_BHWC.view(batch, height, width * colors)).view(
+        batch, size, width, colors
     )
-    across_BWOC = down_BOWC.permute(0, 2, 1, 3).reshape(batch, width, size * colours)
-    out_BOOC = _product(columns_BOW, across_BWOC).view(batch, size, size, colours)
+    across_BWOC = down_BOWC.permute(0, 2, 1, 3).reshape(batch, width, size * colors)
+    out_BOOC = _product(columns_BOW, across_BWOC).view(batch, size, size, colors)
     out_BCOO = out_BOOC.permute(0, 3, 2, 1)
     return out_BCOO if cubic is None else out_BCOO.clamp(0, 255)  # a cubic overshoots
 
@@ -132,17 +132,15 @@ def resample_levels(
 ) -> Tensor:
     """Resize to integer levels, uint8 (B, O, O, C), as PIL: first across, then down, rounded after
     each pass."""
-    batch, height, width, colours = images_BHWC.shape
+    batch, height, width, colors = images_BHWC.shape
     rows_BOH, columns_BOW = _weights(
         images_BHWC, boxes, size=size, cubic=cubic, area=area, fixed_point=True
     )
     across_BWHC = images_BHWC.permute(0, 2, 1, 3).float()
-    narrow_BOHC = _levels(
-        _product(columns_BOW, across_BWHC.reshape(batch, width, height * colours))
-    )
-    down_BHOC = narrow_BOHC.view(batch, size, height, colours).permute(0, 2, 1, 3)
-    out_BOOC = _levels(_product(rows_BOH, down_BHOC.reshape(batch, height, size * colours)))
-    return out_BOOC.view(batch, size, size, colours).to(torch.uint8)
+    narrow_BOHC = _levels(_product(columns_BOW, across_BWHC.reshape(batch, width, height * colors)))
+    down_BHOC = narrow_BOHC.view(batch, size, height, colors).permute(0, 2, 1, 3)
+    out_BOOC = _levels(_product(rows_BOH, down_BHOC.reshape(batch, height, size * colors)))
+    return out_BOOC.view(batch, size, size, colors).to(torch.uint8)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -174,8 +172,8 @@ def axis_weights(
     pixel_11H = torch.arange(stored_size, device=device, dtype=torch.float32).view(1, 1, -1) + 0.5
     if enlarged_B is None:
         ratio_B11 = extent_B11 / size
-        centre_BO1 = start_B11 + (out_BO1 + 0.5) * ratio_B11
-        distance_BOH = (pixel_11H - centre_BO1).abs() / ratio_B11.clamp(min=1.0)
+        center_BO1 = start_B11 + (out_BO1 + 0.5) * ratio_B11
+        distance_BOH = (pixel_11H - center_BO1).abs() / ratio_B11.clamp(min=1.0)
         weights_BOH = (1 - distance_BOH).clamp(min=0)
         if cubic_B is not None:
             weights_BOH = torch.where(cubic_B.view(-1, 1, 1), _cubic(distance_BOH), weights_BOH)

@@ -32,7 +32,7 @@ class Purpose(IntEnum):
         ERASE_RATIO,
         ERASE_TOP,
         ERASE_LEFT,
-        ERASE_COLOUR,
+        ERASE_COLOR,
         ERASE_NOISE,
     ) = range(12, 20)
     MIX, SWITCH, CUTMIX, CUTMIX_ROW, CUTMIX_COLUMN = range(20, 25)

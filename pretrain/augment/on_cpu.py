@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 assert sys.byteorder == "little"
 
 Function = TypeVar("Function", bound=Callable[..., object])
-Colours = tuple[float, float, float]
+Colors = tuple[float, float, float]
 Bits = NDArray[np.uint16]
 Words = NDArray[np.uint64]
 Floats = NDArray[np.float32]
@@ -52,13 +52,13 @@ _BYTE, _HALF, _ONE = np.uint32(255), np.uint32(0x7FFF), np.uint32(1)
 _PIXEL = np.uint64(24)
 
 
-def crop_mix_normalise(
+def crop_mix_normalize(
     images_BHWC: Tensor,
     boxes: "Boxes",
     *,
     size: int,
-    mean: Colours,
-    scale: Colours,
+    mean: Colors,
+    scale: Colors,
     weights: NDArray[np.float64] | None,
     dtype: torch.dtype,
     area: bool = False,
@@ -117,7 +117,7 @@ def crop_mix_normalise(
 def crop(images_BHWC: Tensor, boxes: "Boxes", *, size: int, area: bool = False) -> Tensor:
     """Resize the boxes to `size` pixels: float32 (B, 3, size, size) on the scale 0..255."""
     zero, one = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
-    return crop_mix_normalise(
+    return crop_mix_normalize(
         images_BHWC,
         boxes,
         size=size,
@@ -208,16 +208,16 @@ def _taps(
     most = 1
     for o in range(size):
         at = size - 1 - o if mirror else o
-        centre = start + (o + 0.5) * ratio
+        center = start + (o + 0.5) * ratio
         # the first pixel whose center may count; rounding may give one too early, whose weight is
         # not positive
-        low = max(int(max(centre - support, start) - 0.5), 0)
+        low = max(int(max(center - support, start) - 0.5), 0)
         taps, total = 0, 0.0
         for pixel in range(low, stored):
             middle = pixel + 0.5
-            if middle >= start + extent or middle >= centre + support:
+            if middle >= start + extent or middle >= center + support:
                 break
-            weight = 1 - abs(middle - centre) / support
+            weight = 1 - abs(middle - center) / support
             if weight > 0 and middle > start:
                 low = pixel if taps == 0 else low
                 weights[taps, at] = weight
@@ -272,7 +272,7 @@ def _settle(weights: Floats, at: int, taps: int, total: float) -> None:
 
 
 @_inner
-def _colour(pixel: np.uint32, shift: np.uint32) -> np.float32:
+def _color(pixel: np.uint32, shift: np.uint32) -> np.float32:
     return np.float32(np.int32((pixel >> shift) & _BYTE))
 
 
@@ -295,9 +295,9 @@ def _across(
         for x in range(size):
             one, two = np.uint32(near[x]), np.uint32(near[x] >> _PIXEL)
             u, v = weights[k, x], weights[k + 1, x]
-            row[0, x] += _colour(one, _FIRST) * u + _colour(two, _FIRST) * v
-            row[1, x] += _colour(one, _SECOND) * u + _colour(two, _SECOND) * v
-            row[2, x] += _colour(one, _THIRD) * u + _colour(two, _THIRD) * v
+            row[0, x] += _color(one, _FIRST) * u + _color(two, _FIRST) * v
+            row[1, x] += _color(one, _SECOND) * u + _color(two, _SECOND) * v
+            row[2, x] += _color(one, _THIRD) * u + _color(two, _THIRD) * v
 
 
 @_inner

@@ -35,12 +35,12 @@ _WHOLE = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding and subtracting it rounds a float32 below 2^22 as torch's round."""
 
 
-def crop_mix_normalise(
+def crop_mix_normalize(
     images_BHWC: Tensor,
     boxes: "Boxes",
     *,
     size: int,
-    colours_23: Tensor | None = None,
+    colors_23: Tensor | None = None,
     weights: NDArray[np.float64] | None = None,
     dtype: torch.dtype = torch.float32,
     cubic: "Flags | None" = None,
@@ -67,7 +67,7 @@ def crop_mix_normalise(
         (num_made, *side, 3) if levels else (num_made, 3, *side),
         dtype=torch.uint8 if levels else dtype,
     )
-    gather(out, images_BHWC.contiguous(), sent_7B, colours_23, mixing, area, cubic is not None)
+    gather(out, images_BHWC.contiguous(), sent_7B, colors_23, mixing, area, cubic is not None)
     return out, None if weights is None else sent_7B[5, count - len(weights) :]
 
 
@@ -76,7 +76,7 @@ def gather(
     out: Tensor,
     images_BHWC: Tensor,
     boxes_7B: Tensor,
-    colours_23: Tensor | None,
+    colors_23: Tensor | None,
     mixing: int,
     area: bool,
     cubic: bool,
@@ -93,13 +93,13 @@ def gather(
     ratio = max(stored / size, 1.0)
     taps = math.ceil(ratio) + 1 if area else math.ceil(ratio * (4 if cubic else 2))
     kind = {"TAPS": taps, "MIXING": mixing, "AREA": area, "CUBIC": cubic, "LEVELS": levels}
-    kind["NORMALISED"] = colours_23 is not None
-    colours = boxes_7B if colours_23 is None else colours_23  # a pointer is required
+    kind["NORMALIZED"] = colors_23 is not None
+    colors = boxes_7B if colors_23 is None else colors_23  # a pointer is required
     with torch.cuda.device_of(out):
         _gather[(blocks * (len(out) // 2 if mixing == PAIRS else len(out)),)](
             images_BHWC,
             boxes_7B,
-            colours,
+            colors,
             out,
             batch,
             stored,
@@ -115,7 +115,7 @@ def gather(
 def _gather(
     images,
     boxes,
-    colours,
+    colors,
     out,
     count,
     stored,
@@ -126,7 +126,7 @@ def _gather(
     AREA: tl.constexpr,
     CUBIC: tl.constexpr,
     LEVELS: tl.constexpr,
-    NORMALISED: tl.constexpr,
+    NORMALIZED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     number = tl.program_id(0) // blocks * (2 if MIXING == 1 else 1)
@@ -160,26 +160,26 @@ def _gather(
                 LEVELS,
             )
             own, own2 = tl.load(boxes + 5 * count + number), tl.load(boxes + 5 * count + number + 1)
-            at = (out, colours, number + 1 if MIXING == 1 else number, pixel, is_pixel, size)
-            _finish(at, 0, red2 * own2 + red * (1 - own2), NORMALISED)
-            _finish(at, 1, green2 * own2 + green * (1 - own2), NORMALISED)
-            _finish(at, 2, blue2 * own2 + blue * (1 - own2), NORMALISED)
+            at = (out, colors, number + 1 if MIXING == 1 else number, pixel, is_pixel, size)
+            _finish(at, 0, red2 * own2 + red * (1 - own2), NORMALIZED)
+            _finish(at, 1, green2 * own2 + green * (1 - own2), NORMALIZED)
+            _finish(at, 2, blue2 * own2 + blue * (1 - own2), NORMALIZED)
             red = red * own + red2 * (1 - own)
             green = green * own + green2 * (1 - own)
             blue = blue * own + blue2 * (1 - own)
         if MIXING < 2:
-            at = (out, colours, number, pixel, is_pixel, size)
-            _finish(at, 0, red, NORMALISED)
-            _finish(at, 1, green, NORMALISED)
-            _finish(at, 2, blue, NORMALISED)
+            at = (out, colors, number, pixel, is_pixel, size)
+            _finish(at, 0, red, NORMALIZED)
+            _finish(at, 1, green, NORMALIZED)
+            _finish(at, 2, blue, NORMALIZED)
 
 
 @triton.jit
-def _finish(at, COLOUR: tl.constexpr, value, NORMALISED: tl.constexpr):
-    out, colours, number, pixel, is_pixel, size = at
-    if NORMALISED:
-        value = (value - tl.load(colours + COLOUR)) * tl.load(colours + 3 + COLOUR)
-    place = out + (number.to(tl.int64) * 3 + COLOUR) * (size * size) + pixel
+def _finish(at, COLOR: tl.constexpr, value, NORMALIZED: tl.constexpr):
+    out, colors, number, pixel, is_pixel, size = at
+    if NORMALIZED:
+        value = (value - tl.load(colors + COLOR)) * tl.load(colors + 3 + COLOR)
+    place = out + (number.to(tl.int64) * 3 + COLOR) * (size * size) + pixel
     tl.store(place, value.to(out.dtype.element_ty), is_pixel)
 
 
@@ -245,10 +245,10 @@ def _axis(at, start, extent, size, cubic, AREA: tl.constexpr, CUBIC: tl.constexp
     else:
         width = tl.maximum(ratio, 1.0)
         reach = width * tl.where(cubic, 2.0, 1.0) if CUBIC else width
-        centre = start + (at + 0.5) * ratio
+        center = start + (at + 0.5) * ratio
         first, known = (
-            tl.floor(tl.maximum(centre - reach, start) + 0.5),
-            (start, centre, width, start + extent),
+            tl.floor(tl.maximum(center - reach, start) + 0.5),
+            (start, center, width, start + extent),
         )
     return first.to(tl.int32), known
 
@@ -275,9 +275,9 @@ def _share(
         share = tl.where(enlarged & (k > 0), tl.where(k == 1, 1 - share, 0.0), share)
         share = tl.where(pixel < stored, share, 0.0)
     else:
-        start, centre, width, end = known
+        start, center, width, end = known
         middle = pixel + 0.5
-        distance = tl.abs(middle - centre)
+        distance = tl.abs(middle - center)
         distance = tl.div_rn(distance, width) if LEVELS else distance * tl.div_rn(1.0, width)
         share = tl.maximum(1 - distance, 0.0)
         if CUBIC:

@@ -164,13 +164,13 @@ def autocontrast_tables(pictures_nHWC: Tensor, _: Tensor) -> Tensor:
 
 def equalize_tables(pictures_nHWC: Tensor, _: Tensor) -> Tensor:
     """Equalize the histogram of each channel."""
-    count, height, width, colours = pictures_nHWC.shape
+    count, height, width, colors = pictures_nHWC.shape
     device = pictures_nHWC.device
     places = _table_places(pictures_nHWC).view(-1).long()
-    histogram = torch.zeros(count * colours * 256, dtype=torch.int32, device=device)
+    histogram = torch.zeros(count * colors * 256, dtype=torch.int32, device=device)
     histogram_nCL = histogram.scatter_add_(
         0, places, torch.ones_like(places, dtype=torch.int32)
-    ).view(count, colours, 256)
+    ).view(count, colors, 256)
     up_to_nCL = histogram_nCL.cumsum(dim=-1, dtype=torch.int32)
     highest_nC = pictures_nHWC.amax(dim=(1, 2)).long().unsqueeze(-1)
     step_nC1 = (height * width - histogram_nCL.gather(-1, highest_nC)) // 255
@@ -181,9 +181,9 @@ def equalize_tables(pictures_nHWC: Tensor, _: Tensor) -> Tensor:
 
 def contrast_tables(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
     """Move levels away from (or toward) the mean brightness of the image."""
-    grey_nHW = _grey(pictures_nHWC)
-    pixels = grey_nHW[0].numel()
-    mean_n1 = (2 * grey_nHW.sum(dim=(1, 2)).unsqueeze(-1) + pixels) // (2 * pixels)
+    gray_nHW = _gray(pictures_nHWC)
+    pixels = gray_nHW[0].numel()
+    mean_n1 = (2 * gray_nHW.sum(dim=(1, 2)).unsqueeze(-1) + pixels) // (2 * pixels)
     levels_L = torch.arange(256, device=pictures_nHWC.device, dtype=torch.float32)
     tables_nL = _blend(mean_n1.float(), levels_L, factors_n.view(-1, 1))
     return tables_nL.unsqueeze(1).expand(-1, pictures_nHWC.shape[-1], -1)
@@ -191,8 +191,8 @@ def contrast_tables(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
 
 def saturate(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
     """Blend: 0 is gray, 1 the image, above 1 more colorful."""
-    grey_nHW1 = _grey(pictures_nHWC).float().unsqueeze(-1)
-    return _blend(grey_nHW1, pictures_nHWC.float(), factors_n.view(-1, 1, 1, 1))
+    gray_nHW1 = _gray(pictures_nHWC).float().unsqueeze(-1)
+    return _blend(gray_nHW1, pictures_nHWC.float(), factors_n.view(-1, 1, 1, 1))
 
 
 def sharpen(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def _blend(start: Tensor, end: Tensor, factor: Tensor) -> Tensor:
     return (start + factor * (end - start)).clamp_(0, 255).to(torch.uint8)
 
 
-def _grey(pictures_nHWC: Tensor) -> Tensor:
+def _gray(pictures_nHWC: Tensor) -> Tensor:
     """Return ITU-R 601 brightness in PIL's fixed point."""
     red, green, blue = pictures_nHWC.int().unbind(-1)
     return (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
@@ -228,9 +228,9 @@ def _grey(pictures_nHWC: Tensor) -> Tensor:
 
 def _table_places(pictures_nHWC: Tensor) -> Tensor:
     """Return the position of each level in flat tables (n, C, 256)."""
-    count, _, _, colours = pictures_nHWC.shape
-    start = torch.arange(count * colours, device=pictures_nHWC.device, dtype=torch.int32) * 256
-    return pictures_nHWC.int() + start.view(count, 1, 1, colours)
+    count, _, _, colors = pictures_nHWC.shape
+    start = torch.arange(count * colors, device=pictures_nHWC.device, dtype=torch.int32) * 256
+    return pictures_nHWC.int() + start.view(count, 1, 1, colors)
 
 
 _TOGETHER_ON_CPU = 8
@@ -274,7 +274,7 @@ def move(pictures_nHWC: Tensor, matrices_n6: Tensor, *, sampling: str, fill_C: T
 
 
 def _move(pictures_nHWC: Tensor, matrices_n6: Tensor, *, sampling: str, fill_C: Tensor) -> Tensor:
-    count, height, width, colours = pictures_nHWC.shape
+    count, height, width, colors = pictures_nHWC.shape
     device = pictures_nHWC.device
     x_W = torch.arange(width, device=device, dtype=torch.float64) + 0.5
     y_H1 = (torch.arange(height, device=device, dtype=torch.float64) + 0.5).unsqueeze(-1)
@@ -289,7 +289,7 @@ def _move(pictures_nHWC: Tensor, matrices_n6: Tensor, *, sampling: str, fill_C: 
     below_nHW1 = (y_nHW - top_nHW).unsqueeze(-1)
     columns = [(left_nHW + tap).clamp(0, width - 1).int() for tap in taps]
     first = torch.arange(count, device=device, dtype=torch.int32).view(-1, 1, 1) * (height * width)
-    flat = pictures_nHWC.reshape(-1, colours)
+    flat = pictures_nHWC.reshape(-1, colors)
     blend = BLENDS[sampling]
     rows = []
     for tap in taps:

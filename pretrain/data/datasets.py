@@ -352,9 +352,9 @@ def load_training_data(data: DataSettings) -> TrainingData:
     if data.stream:
         return _load_stream(data)
     manifest = load_manifest(data.directory)
-    _labelled(manifest, data.train_split, field="data.train_split", directory=data.dataset)
+    _labeled(manifest, data.train_split, field="data.train_split", directory=data.dataset)
     if data.eval_split is not None:
-        _labelled(manifest, data.eval_split, field="data.eval_split", directory=data.dataset)
+        _labeled(manifest, data.eval_split, field="data.eval_split", directory=data.dataset)
     found = [Part(data.directory, manifest, data.train_split, fold=data.fold)]
     count = num_folds(found[0])
     if data.fold is not None and data.fold >= count:
@@ -368,7 +368,7 @@ def load_training_data(data: DataSettings) -> TrainingData:
     for number, other in enumerate(data.extra_datasets):
         directory = data.directory_of(other.dataset)
         also = load_manifest(directory)
-        _labelled(
+        _labeled(
             also, other.split, field=f"data.extra_datasets.{number}.split", directory=other.dataset
         )
         found.append(Part(directory, also, other.split))
@@ -397,7 +397,7 @@ def _load_stream(data: DataSettings) -> StreamData:
     if data.eval_dataset is not None and data.eval_split is not None:
         directory = data.directory_of(data.eval_dataset)
         of_evaluation = load_manifest(directory)
-        _labelled(
+        _labeled(
             of_evaluation, data.eval_split, field="data.eval_split", directory=data.eval_dataset
         )
         evaluated, classes = Part(directory, of_evaluation, data.eval_split), of_evaluation.classes
@@ -533,9 +533,9 @@ def fit_warmup(num_warmup_steps: int, *, num_steps: int) -> int:
     return num_warmup_steps if num_warmup_steps < num_steps else num_steps // 10
 
 
-def _labelled(manifest: Manifest, split: str, *, field: str, directory: str) -> None:
+def _labeled(manifest: Manifest, split: str, *, field: str, directory: str) -> None:
     try:
-        content = manifest.labelled_split(split, directory=directory)
+        content = manifest.labeled_split(split, directory=directory)
     except DatasetError as error:
         fix = "choose another split"
         if field == "data.eval_split":

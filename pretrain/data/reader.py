@@ -329,7 +329,7 @@ def _check_index(index: Ids, path: Path, part: Part, shard: Shard, *, raw_size: 
     offsets, lengths, labels = index[:, _OFFSET], index[:, _LENGTH], index[:, _LABEL]
     if offsets.min() < 0 or lengths.min() < 0 or (offsets + lengths).max() > shard.num_bytes:
         raise _damaged(path, "the index has samples outside the shard", part)
-    lowest, num_classes = -1 if part.content.num_unlabelled else 0, len(part.manifest.classes)
+    lowest, num_classes = -1 if part.content.num_unlabeled else 0, len(part.manifest.classes)
     if labels.min() < lowest or labels.max() >= max(1, num_classes):
         raise _damaged(
             path, f"the index has labels beyond the manifest's {num_classes:,} classes", part

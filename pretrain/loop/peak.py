@@ -139,7 +139,7 @@ class Meter:
         self.peak_teraflops = max(self.peak_teraflops, teraflops)
         found = {
             "usage/images_per_s": images_per_s,
-            "usage/data_wait_share": self._wait_s / elapsed_s,
+            "usage/data_wait_fraction": self._wait_s / elapsed_s,
             "usage/peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         }
         if self.flops_per_image:

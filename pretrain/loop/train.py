@@ -31,7 +31,7 @@ from data_prep.manifest import accuracy
 from data_prep.progress import doing
 from data_prep.publish import hash_of_json
 from data_prep.settings import flatten
-from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalization
 from pretrain.checkpoints.card import CheckpointError, ModelCard, WeightsError
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import TrainerState, load_state, take_weights
@@ -94,12 +94,12 @@ class Task(ABC):
         data: TrainingData,
         *,
         config: TrainingSettings,
-        normalisation: Normalisation,
+        normalization: Normalization,
         tags: dict[str, str],
     ):
         """`config`: the settings of the command, for RUN/config.yaml."""
         self.settings, self.data, self.config = settings, data, config
-        self.normalisation, self.tags = normalisation, tags
+        self.normalization, self.tags = normalization, tags
 
     @abstractmethod
     def join_ranks(self, world: World) -> torch.device: ...
@@ -129,8 +129,8 @@ class Pretraining(Task):
         tags = {"task": "pretrain"}
         if start is not None:
             tags["start_from"] = str(start.directory.absolute())
-        normalisation = Normalisation(*data.channel_statistics)
-        super().__init__(settings, data, config=settings, normalisation=normalisation, tags=tags)
+        normalization = Normalization(*data.channel_statistics)
+        super().__init__(settings, data, config=settings, normalization=normalization, tags=tags)
         self.start = start
         self.is_branch = start is not None and run_and_length(settings.start_from or "")[1] != ""
 
@@ -311,7 +311,7 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
         settings.augment,
         seed=train.seed,
         image_size=data.image_size,
-        normalisation=task.normalisation,
+        normalization=task.normalization,
         device=engine.device,
         dtype=engine.input_dtype,
         pixels=card,
@@ -488,8 +488,8 @@ def card_of(task: Task, *, run_key: str) -> ModelCard:
         code_sha256=code_of(settings.model),
         image_size=data.image_size,
         classes=data.classes,
-        channel_mean=task.normalisation.mean,
-        channel_std=task.normalisation.std,
+        channel_mean=task.normalization.mean,
+        channel_std=task.normalization.std,
         dataset=data.name,
         stream=data.settings.stream,
         stored_crop=crop,

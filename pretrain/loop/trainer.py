@@ -363,7 +363,7 @@ class Trainer:
             "fed",
             lambda: fed_sheet(
                 sample,
-                normalisation=self.augmentation.normalisation,
+                normalization=self.augmentation.normalization,
                 classes=data.classes,
                 title=f"{data.name}, as {self.run_dir.name} sees it",
                 facts=f"{data.image_size} px  ·  {self.settings.augment.recipe}",

@@ -213,7 +213,7 @@ def _structured(spec: StructuredMlpSpec, *, image_size: int) -> Cost:
     rows, columns = spec.num_rows, spec.num_columns
     total = Cost()
     for height, width in (
-        (image_size, image_size if spec.greyscale else 3 * image_size),
+        (image_size, image_size if spec.grayscale else 3 * image_size),
         (rows, columns),
     ):
         if spec.form == "monarch":  # one matrix per row, then one per column

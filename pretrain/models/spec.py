@@ -303,7 +303,7 @@ class StructuredMlpSpec(Settings):
     num_columns: int = Field(28, ge=1)
     """Number of columns of the hidden vectors, as matrices."""
     activation: _OfLayers = "relu"
-    greyscale: bool = True
+    grayscale: bool = True
     """Average the colors: a row has W entries instead of 3 W (MNIST is gray)."""
 
     @property

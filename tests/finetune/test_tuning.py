@@ -126,7 +126,7 @@ def test_tuning_starts_from_the_checkpoint_and_scratch_does_not(
     assert (far - body).abs().max() > 1e-2
 
 
-def test_a_dataset_of_another_size_is_fed_at_the_checkpoints_and_as_asked_with_its_own_colours(
+def test_a_dataset_of_another_size_is_fed_at_the_checkpoints_and_as_asked_with_its_own_colors(
     pretrained: Path, other_shapes: Path, tmp_path: Path
 ) -> None:
     public = ["channel_stats=target", "head_init=torch", "optimizer.lr=1e-12"]
