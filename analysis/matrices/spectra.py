@@ -39,10 +39,10 @@ from pretrain.models.layers.sparse import largest_singular_value
 
 NOISE = 1e-7
 LONGEST_SIDE = 4096
-"""Side of the largest Gram matrix: 134 MB of float64, three times. Larger matrices get only their
-largest singular value."""
+"""Longest side of a Gram matrix: three of them take 134 MB of float64 each. Larger matrices get
+only their largest singular value."""
 LARGEST_DENSE = 4096 * 4096
-"""Entries of the largest sparse matrix that is made dense before it is multiplied."""
+"""Largest number of entries of a sparse matrix that is made dense before it is multiplied."""
 
 
 def spectra(places: list[Path], *, quick: bool, device: torch.device) -> Result:

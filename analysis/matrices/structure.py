@@ -46,7 +46,7 @@ def distance(weight: Array | Tensor, form: str, *, out: Grid, into: Grid) -> flo
 
 
 def slices_of(weight: Array | Tensor, form: str, *, out: Grid, into: Grid) -> Tensor:
-    """Return the matrices that get rank 1: (number, rows, columns)."""
+    """Return the matrices to approximate with rank 1, as (number, rows, columns)."""
     whole = torch.as_tensor(weight).double().reshape(*out, *into)  # s, c, h, v
     if form == "monarch":
         return whole.permute(1, 2, 0, 3).reshape(out[1] * into[0], out[0], into[1])

@@ -63,7 +63,7 @@ class Conditions(NamedTuple):
     batch_size: int
     num_rounds: int
     seconds: float
-    """Least duration of one measurement, which has at least one forward pass."""
+    """Shortest duration of one measurement, which has at least one forward pass."""
 
 
 def efficiency(conditions: Conditions) -> Result:

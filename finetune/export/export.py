@@ -137,7 +137,7 @@ def _write_graphs(directory: Path, model: ImageModel, facts: Facts) -> dict[str,
 
 
 def record(facts: Facts, checks: dict[str, Agreement]) -> dict[str, Any]:
-    """Return export.json, without paths of this machine."""
+    """Return the content of export.json, without paths of this machine."""
     card, sizes = facts.card, list(graphs.BATCH_SIZES)
     versions = {"python": platform.python_version()}
     for name in LIBRARIES:

@@ -29,11 +29,12 @@ from pretrain.ranks.world import World
 from pretrain.tracking.run_tags import target_of
 
 _CLOSEST = 1e-6
-"""Smallest cosine distance that weighs a vote."""
+"""Smallest cosine distance in the weight of a vote."""
 _GRID, _MOST_ROWS = 2**23, 2**29
-"""A key is similarity * _GRID * _MOST_ROWS - row: below 2^53, so exact in a double."""
+"""A key is similarity * _GRID * _MOST_ROWS - row. Keys are below 2^53, so doubles hold them
+exactly."""
 _MOST_TRAINING = 2048
-"""Largest number of training rows in a block. More make no product faster."""
+"""Largest number of training rows in a block. More rows make no product faster."""
 
 
 def knn(
@@ -139,7 +140,7 @@ def neighbors_of(
 def answers(
     similarities_QM: Tensor, labels_QM: Tensor, settings: KnnSettings, *, num_classes: int
 ) -> dict[int, Tensor]:
-    """Return the class with most votes for each k; of equals the first class."""
+    """Return the class with the most votes for each k. The first class wins a tie."""
     match settings.weights:
         case "softmax":  # relative to the nearest, so that small temperatures do not overflow
             votes_QM = ((similarities_QM - similarities_QM[:, :1]) / settings.temperature).exp()

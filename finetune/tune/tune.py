@@ -185,7 +185,7 @@ def _scores(result: Mapping[str, float], *, names: Mapping[str, str]) -> dict[st
 
 
 class AccelerateEngine:
-    """An `Engine` that uses accelerate: data parallelism over fp32 weights."""
+    """Training `Engine` that uses accelerate: data parallelism with fp32 weights."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class AccelerateEngine:
         return logits.float()
 
     def averaged(self) -> AbstractContextManager[None]:
-        """There are no averaged weights here, and no setting that asks for them."""
+        """Do nothing, because tune has no averaged weights."""
         return nullcontext()
 
     def weight(self, name: str) -> Tensor | None:

@@ -35,13 +35,14 @@ NORMALIZATIONS: dict[Family, dict[str, Normalization]] = {
     "scaling_mlps": {"cifar": CIFAR, "stl10": STL10, "": IMAGENET},
     "timm": {"miil": NONE, "": HALF},
 }
-"""Statistics by a word in the file's name, from public data_stats.py and timm's default_cfgs."""
+"""Normalization by a word in the file's name, from the public data_stats.py of scaling_mlps and
+timm's default_cfgs."""
 SQUARES: dict[str, Any] = {
     "stored_crop": "longer_side",
     "stored_interpolation": "area",
     "fed_interpolation": "area",
 }
-"""FFCV's settings in scaling_mlps."""
+"""Crop and interpolation of FFCV in scaling_mlps."""
 FROM_CONFIG, DEFAULT = "from the config next to the file", "the default of"
 _AVERAGE: dict[Kind, str] = {"ema": "the running average", "raw": "the plain weights"}
 
@@ -153,7 +154,9 @@ def _three(values: object) -> tuple[float, float, float]:
         red, green, blue = map(float, cast(Any, values))
     except (TypeError, ValueError):
         fix = "give --mean and --std"
-        raise UserError("config", f"{values!r} is no mean or std", fix, code="damaged") from None
+        raise UserError(
+            "config", f"{values!r} is not a valid mean or std", fix, code="damaged"
+        ) from None
     return red, green, blue
 
 
