@@ -20,9 +20,9 @@ TARGETS = {
 }
 CEILINGS = {
     "data_prep": 440_900,
-    "pretrain": 634_600,
-    "finetune": 230_000,
-    "analysis": 225_100,
+    "pretrain": 639_400,
+    "finetune": 230_700,
+    "analysis": 226_200,
     "cluster": 130_000,
     "benchmarks": 161_100,
     "tests": 1_464_000,
