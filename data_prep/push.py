@@ -82,7 +82,7 @@ def push(directory: Path, url: str, *, storage: Mapping[str, Any]) -> Manifest:
 
 
 def _hashes(directory: Path, manifest: Manifest) -> dict[str, str]:
-    """Return the sha256 of each file to upload except the manifest."""
+    """Return path -> sha256 of each file to upload, except the manifest."""
     hashes = manifest.file_hashes()
     for name, split in manifest.splits.items():
         if (directory / (wids := f"{name}-{WIDS_NAME}")).is_file():
