@@ -27,7 +27,8 @@ def append_start(path: Path, line: Mapping[str, object]) -> None:
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
-    """Return `began` (a mark), `restart`, `how` and `seconds` of each start, in order."""
+    """Return one dict for each start, in order: `began` (its mark), `restart`, `how` and
+    `seconds`."""
     starts: list[dict[str, Any]] = []
     try:
         lines = path.read_text().splitlines()
@@ -44,14 +45,15 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
 
 
 def has_trained(starts: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if a start had running ranks: they ended it, or a later start found more
+    """Return True if ranks ran in a start: it was ended by them, or a later start found more
     checkpoints."""
     is_new = len({each["began"] for each in starts if each["began"] != UNKNOWN}) > 1
     return is_new or any(each["how"] not in ("bad-node", "busy", "lost") for each in starts)
 
 
 def give_up_reason(starts: Sequence[Mapping[str, Any]], *, mark: str, limit: int) -> str | None:
-    """Return None while the job may start again: only the last starts at the present mark count."""
+    """Return the reason to give up, or None if the job may start again. Only the last starts with
+    the present mark count."""
     idle: list[str] = []
     for each in reversed(starts):
         if each["began"] not in (mark, UNKNOWN):

@@ -23,7 +23,7 @@ CEILINGS = {
     "pretrain": 634_600,
     "finetune": 230_000,
     "analysis": 225_000,
-    "cluster": 130_000,
+    "cluster": 130_600,
     "benchmarks": 158_000,
     "tests": 1_455_000,
 }
