@@ -1,4 +1,4 @@
-# New users need `make demo` and `make test`. Both first install .venv if it is missing or out of date.
+# New users need `make demo` and `make test`. Both first install .venv if it is missing or out of date; `make test` adds its own packages.
 # Run `make check` (two minutes) after each change. `make nightly` runs the long tests, `make soak` the random ones.
 
 BIN := .venv/bin
@@ -68,28 +68,28 @@ demos: .venv/.installed
 	printf "\n$$took"; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 	$(BIN)/python -m analysis collect $(PLANS) --demo --out tests/analysis/points/demos.parquet
 
-test: .venv/.installed
+test: .venv/.dev
 	$(MAKE) --no-print-directory lint arrows
 	$(MAKE) --no-print-directory -j 2 types tests # types use the cores that are idle while pytest starts
 
 # Runs format, lint, types, imports, and the tests without a mark.
-check: .venv/.installed
+check: .venv/.dev
 	$(MAKE) --no-print-directory lint types arrows
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not processes and not slow and not nightly and not soak and not stores and not benchmarks"
 
 # Runs long tests and those with other tools: SLURM on this machine (as root; apt-get install slurm-wlm munge slurmdbd mariadb-server),
 # every page of docs, wheels, compilers.
-nightly: .venv/.installed
+nightly: .venv/.dev
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m nightly $(ARGS)
 
 # Runs the random tests with SOAK seeds each, from SOAK_SEED on: more kills, more mutants. pytest prints both; set them to repeat a run.
 SOAK ?= 20
 SOAK_SEED ?= $(shell date +%s)
-soak: .venv/.installed
+soak: .venv/.dev
 	SOAK=$(SOAK) SOAK_SEED=$(SOAK_SEED) $(BIN)/python -m pytest -n 2 --dist load -m soak $(ARGS)
 
 # Also prints the size of each package with its budget, and the violations of language rules.
-lint:
+lint: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/shellcheck --external-sources .ci/run cluster/submit cluster/snapshot $$(git ls-files '*.sh' '*.slurm')
@@ -98,37 +98,37 @@ lint:
 	$(BIN)/python -m tests.budgets
 	$(BIN)/python -m tests.language
 
-types:
+types: .venv/.dev
 	$(BIN)/mypy
 
-arrows:
+arrows: .venv/.dev
 	$(BIN)/lint-imports
 
-tests:
+tests: .venv/.dev
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not nightly and not stores and not benchmarks and not cuda"
 
 # Runs the smallest size of every benchmark, with its peers (FFCV needs: apt-get install libturbojpeg0-dev libopencv-dev pkg-config;
 # under REQUIRE_FFCV=1 a missing FFCV fails).
-benchmarks: .venv/.installed
+benchmarks: .venv/.dev
 	$(BIN)/python -m pytest -m benchmarks tests/test_benchmarks.py $(ARGS)
 
 # Tests buckets other than s3 with local servers. Azure's server is azurite, from npm. Without npm its tests skip, but fail under
 # REQUIRE_STORES=1. (azurite 3.37 needs node 22.)
 STORES ?= .venv/stores
-stores: .venv/.installed
+stores: .venv/.dev
 	[ -x $(STORES)/node_modules/.bin/azurite-blob ] || ! command -v npm >/dev/null || \
 	    npm install --prefix $(STORES) --no-audit --no-fund --no-package-lock azurite@3.35.0
 	STORES=$(STORES) $(BIN)/python -m pytest -n 2 --dist loadfile -m stores $(ARGS)
 
 # Starts a private SLURM of four nodes on loopback, and removes it afterwards. Needs root and apt-get install slurm-wlm munge.
-cluster-test: .venv/.installed
+cluster-test: .venv/.dev
 	REQUIRE_SLURM=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/slurm tests/cluster
 
 # Runs the tests on a GPU (tests/test_cuda.py), which skip without one, or every command of benchmarks/gpu.py at small sizes on this CPU.
-gpu-tests: .venv/.installed
+gpu-tests: .venv/.dev
 	$(BIN)/python -m pytest -m cuda tests/test_cuda.py $(ARGS)
 
-gpu-dry-run: .venv/.installed
+gpu-dry-run: .venv/.dev
 	$(BIN)/python benchmarks/gpu.py --quick $(ARGS)
 
 # Reads cluster/skypilot.yaml with SkyPilot's own parser. SkyPilot gets its own environment, because it would change many of our packages.
@@ -159,7 +159,7 @@ docs-lock: .venv/.installed
 	echo zensical==0.0.73 | $(BIN)/uv pip compile --quiet - --universal --generate-hashes --python-version 3.11 --no-annotate \
 	    --custom-compile-command "make docs-lock" --output-file requirements-docs.lock
 
-format: .venv/.installed
+format: .venv/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -185,3 +185,7 @@ endif
 .venv/.installed: requirements.lock pyproject.toml install.sh
 	sh install.sh
 	$(BIN)/python -m tests.reference_pages
+
+# Adds the packages of the tests.
+.venv/.dev: requirements-dev.lock | .venv/.installed
+	sh install.sh dev

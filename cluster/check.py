@@ -87,26 +87,36 @@ def check_driver(_: Submission, environment: Mapping[str, str]) -> Iterable[Find
     """Check that the driver, if it is known, supports torch's CUDA version. Skip the check for a
     container, because it has its own torch."""
     driver, cuda = find_driver(environment), cuda_of_torch(Path(".venv"))
-    if not driver or not cuda or "RANK_PYTHON" in environment:
-        return
+    if driver and cuda and "RANK_PYTHON" not in environment:
+        yield compare_driver(driver, cuda)
+
+
+def compare_driver(driver: str, cuda: str) -> Finding:
+    """Compare a driver with a CUDA version. install.sh prints the fix before the download."""
     oldest = OLDEST_DRIVER.get(int(cuda.partition(".")[0]), "0")
     if _parts(driver) >= _parts(oldest):
-        yield Finding("driver", "ok", f"{driver} runs torch's CUDA {cuda}")
-        return
+        return Finding("driver", "ok", f"{driver} runs torch's CUDA {cuda}")
     fix = f"run make CUDA={BUILD}, or install a newer driver"
     if _parts(driver) < _parts(OLDEST_DRIVER[12]):
         fix = f"install driver {OLDEST_DRIVER[12]} or newer, for make CUDA={BUILD}"
     problem = f"driver {driver} is older than {oldest}, which torch's CUDA {cuda} needs"
-    yield Finding("driver", "FAULT", problem, fix)
+    return Finding("driver", "FAULT", problem, fix)
 
 
 def find_driver(
     environment: Mapping[str, str], *, loaded: Path = Path("/proc/driver/nvidia/version")
 ) -> str | None:
     """Return CUDA_DRIVER from site.env, or else the version of the driver loaded on this node."""
-    if "CUDA_DRIVER" in environment or not loaded.exists():
-        return environment.get("CUDA_DRIVER")
-    found = re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)\s", loaded.read_text())
+    if "CUDA_DRIVER" in environment:
+        return environment["CUDA_DRIVER"]
+    if loaded.exists():
+        found = re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)\s", loaded.read_text())
+    elif shutil.which("nvidia-smi"):  # containers and WSL do not have the file
+        words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        found = re.match(r"(\d+\.\d[\d.]*)", done.stdout)
+    else:
+        return None
     return found[1] if found else None
 
 

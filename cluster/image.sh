@@ -9,5 +9,5 @@ apt-get update
 apt-get install -y --no-install-recommends gcc g++ libc6-dev git libjpeg62-turbo-dev zlib1g-dev
 rm -rf /var/lib/apt/lists/*
 sh /opt/wide-mlps/install.sh
-rm -rf /root/.cache
+rm -rf /root/.cache /opt/wide-mlps/.cache
 /opt/wide-mlps/.venv/bin/python -c 'import torch, deepspeed, PIL.Image; print("torch", torch.__version__)'

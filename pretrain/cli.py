@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from data_prep.errors import SettingsError, UserError
 from data_prep.exit_codes import OK, run_command
-from data_prep.explain import Verbs, at_least, program
+from data_prep.explain import Parser, Verbs, at_least, program
 from data_prep.interrupts import INTERRUPTED
 from data_prep.progress import doing
 from data_prep.settings import differences, dump, load_settings, near_path
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return run_command("pretrain", _parser().parse_args(arguments), rank=rank_of())
+    return run_command("pretrain", make_parser().parse_args(arguments), rank=rank_of())
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     parser = program(
         "pretrain",
         description="Pretrain all-MLP vision models with DeepSpeed ZeRO.",

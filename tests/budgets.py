@@ -22,10 +22,10 @@ CEILINGS = {
     "data_prep": 446_500,
     "pretrain": 634_600,
     "finetune": 230_000,
-    "analysis": 225_000,
-    "cluster": 130_600,
-    "benchmarks": 158_000,
-    "tests": 1_455_000,
+    "analysis": 225_100,
+    "cluster": 131_200,
+    "benchmarks": 161_900,
+    "tests": 1_464_000,
 }
 
 

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from data_prep.explain import program
 from data_prep.settings import load_settings
 from finetune.verbs import split_config
 from tests.ranks import REPOSITORY
-from tests.settings_page import ADD_VERBS
+from tests.settings_page import PARSERS
 
 
 @cache
@@ -42,7 +41,7 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         parse(*([""] if parse.__module__ == "frame" else []))
         return
     name, rest = words[1], words[2:]
-    options = program(name, description="", add_verbs=ADD_VERBS[name]).parse_args(rest)
+    options = PARSERS[name]().parse_args(rest)
     if schema := getattr(options, "schema", None):
         given = [each for each in (options.config, *options.overrides) if each is not None]
         config, overrides = split_config(given)

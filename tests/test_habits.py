@@ -31,7 +31,7 @@ def test_citation_and_changelog_have_the_version_and_the_license() -> None:
 
 def test_the_hook_uses_the_locked_ruff() -> None:
     (locked,) = re.findall(
-        r"^ruff==(\S+)", (REPOSITORY / "requirements.lock").read_text(), re.MULTILINE
+        r"^ruff==(\S+)", (REPOSITORY / "requirements-dev.lock").read_text(), re.MULTILINE
     )
     (hooks,) = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())["repos"]
     assert hooks["rev"] == f"v{locked}"

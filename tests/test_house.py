@@ -19,6 +19,7 @@ from data_prep.manifest import load_manifest
 from tests.budgets import num_characters
 from tests.data_prep.samples import encoded, picture, webp, write_files
 from tests.forked import begin, wait
+from tests.language import texts_of_markdown
 from tests.ranks import REPOSITORY
 from tests.site_check import remote_loads
 
@@ -238,6 +239,11 @@ def test_each_code_block_of_the_site_runs_in_ci_or_says_why_not() -> None:
     assert {*unmarked} <= UNMARKED
 
 
+def test_the_pages_of_the_site_have_at_most_20_000_words() -> None:
+    texts = [text for page in DOCS for _, text, _ in texts_of_markdown(page.read_text())]
+    assert len(" ".join(texts).split()) <= 20_000
+
+
 def test_an_address_that_a_page_loads_is_found_and_a_link_is_not(tmp_path: Path) -> None:
     page, style = tmp_path / "page.html", tmp_path / "style.css"
     page.write_text(
@@ -283,18 +289,20 @@ def test_exactly_one_pil_is_installed_and_it_is_the_fast_one_where_it_can_be_bui
     assert ".post" in PIL.__version__
 
 
-def test_the_lock_is_exact_hashed_and_names_no_registry() -> None:
-    text = (REPOSITORY / "requirements.lock").read_text()
-    packages = re.findall(r"^([a-z0-9][\w.-]*)==(\S+)", text, re.MULTILINE)
-    assert (
-        len(packages) > 100
-        and ("torch", "2.11.0") in packages
-        and ("torchvision", "0.26.0") in packages
-    )
-    blocks = re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE)[1:]
-    assert len(blocks) == len(packages)
-    assert all("--hash=sha256:" in block for block in blocks)
-    assert "://" not in text and "index-url" not in text
+def test_the_locks_are_exact_hashed_and_name_no_registry() -> None:
+    packages = []
+    for name in ("requirements.lock", "requirements-dev.lock"):
+        text = (REPOSITORY / name).read_text()
+        packages.append(re.findall(r"^([a-z0-9][\w.-]*)==(\S+)", text, re.MULTILINE))
+        blocks = re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE)[1:]
+        assert len(blocks) == len(packages[-1])
+        assert all("--hash=sha256:" in block for block in blocks)
+        assert "://" not in text and "index-url" not in text
+    users, extras = packages
+    assert len(users) > 100 and {("torch", "2.11.0"), ("torchvision", "0.26.0")} <= {*users}
+    tools = {"pytest", "ruff", "mypy", "moto", "wandb"}
+    assert tools <= {name for name, _ in extras}
+    assert not {name for name, _ in extras} & {name for name, _ in users}
 
 
 @pytest.mark.slow

@@ -14,10 +14,10 @@ from finetune.looks import looks
 
 NOTES = (
     (
-        "A cell has our top-1 in percent / the paper's number / the gap in percentage points. Ours"
-        " is the mean over the runs of the last recipe, with the sample deviation and the number n"
-        " of seeds or folds. +N counts skipped finished runs: other recipes, or earlier runs of a"
-        " seed. ReaL labels need source.real."
+        "A cell has our top-1 in percent / the paper's number / the gap in percentage points. For"
+        " several seeds or folds, our number is their mean, with the sample deviation and the"
+        " number n. +N counts skipped finished runs: other recipes, or earlier runs of a seed. ReaL"
+        " labels need source.real."
     ),
     (
         "DA: crop, flip, auto-augment, erasing or mixing is on; for a linear probe, augmented"

@@ -1,10 +1,10 @@
 #!/bin/sh
 # Makes .gpu/ in this directory: what a machine with a GPU, and without a network, needs beside the working tree. Nothing is installed.
 #
-#   sh benchmarks/gpu/prepare.sh                         in the checkout that is sent, after sh install.sh
+#   sh benchmarks/gpu/prepare.sh                         in the checkout that is sent, after sh install.sh dev
 #   sh PROJECT/benchmarks/gpu/prepare.sh --project DIR   in another checkout, which is what is sent; the project goes into .gpu/project/
 #
-# .gpu/wheels/     what the machine's Python (image.txt) lacks, for Python 3.12, hashes checked against requirements.lock
+# .gpu/wheels/     what the machine's Python (image.txt) lacks, for Python 3.12, hashes checked against the locks
 # .gpu/commit.txt  what is measured
 # It may be run again: wheels that are there already are kept.
 set -eu
@@ -25,7 +25,7 @@ git rev-parse --is-inside-work-tree > /dev/null 2>&1 || die "run it in the root 
 [ -e .git ] || die "run it in the root of the checkout, not below it"
 project=$(CDPATH='' cd -- "$project" && pwd)
 python=${PYTHON:-$project/.venv/bin/python}
-[ -x "$python" ] || die "$python is missing: the wheels are those of the project's environment; run sh install.sh there, or set PYTHON"
+[ -x "$python" ] || die "$python is missing: the wheels are those of the project's environment; run sh install.sh dev there, or set PYTHON"
 
 mkdir -p .gpu/wheels
 if ! git check-ignore -q .gpu/x; then  # the project's own .gitignore has it
@@ -38,7 +38,7 @@ git -C "$project" describe --always --dirty --abbrev=12 > .gpu/commit.txt
 "$python" "$kit/missing.py" "$project/pyproject.toml" "$kit/image.txt" > .gpu/wanted.txt
 
 # lock_block NAME==VERSION prints a package of the lock with its hashes, without its platform marker.
-lock_block() { sed -n "/^$1[ ;\\\\]/,/[^\\\\]\$/p" "$project/requirements.lock" | sed '1s/ ;.*\\/ \\/'; }
+lock_block() { sed -n "/^$1[ ;\\\\]/,/[^\\\\]\$/p" "$project/requirements.lock" "$project/requirements-dev.lock" | sed '1s/ ;.*\\/ \\/'; }
 
 # a-b==1.2 -> a_b-1.2, as a wheel's name begins
 sed 's/==/@/; s/-/_/g; s/@/-/' .gpu/wanted.txt > .gpu/stems.txt
@@ -48,7 +48,7 @@ while read -r wanted <&3 && read -r stem <&4; do
     set -- .gpu/wheels/"$stem"-*.whl
     [ -e "$1" ] && continue
     block=$(lock_block "$wanted")
-    [ -n "$block" ] || die "$wanted is not in requirements.lock: the environment is not the lock's; sh install.sh"
+    [ -n "$block" ] || die "$wanted is not in the locks: the environment is not the locks'; sh install.sh dev"
     case $wanted in
         deepspeed==*) printf '%s\n' "$block" >> .gpu/source.lock ;;  # published as source alone
         *) printf '%s\n' "$block" >> .gpu/binary.lock ;;

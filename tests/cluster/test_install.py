@@ -1,5 +1,5 @@
-"""install.sh's choice of a build of torch, from an index on loopback; the driver that a build
-needs."""
+"""install.sh: Python, index, wheelhouse, Pillow and torch, from an index on loopback; the driver
+that a build needs."""
 
 import functools
 import hashlib
@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,9 @@ from cluster.submission import read_submission
 from tests.ranks import REPOSITORY
 
 
-def wheel(index: Path, name: str, version: str, *requires: str) -> None:
+def wheel(
+    index: Path, name: str, version: str, *requires: str, more: Mapping[str, str] | None = None
+) -> None:
     info = f"{name}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n" + "".join(
         f"Requires-Dist: {each}\n" for each in requires
@@ -34,6 +36,7 @@ def wheel(index: Path, name: str, version: str, *requires: str) -> None:
             "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         ),
     }
+    files |= more or {}
     folder = index / name.replace("_", "-")
     folder.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
@@ -63,6 +66,29 @@ def index(tmp_path: Path) -> Iterator[str]:
         server.shutdown()
 
 
+def locked(index: Path, name: str, version: str) -> str:
+    """Return the line of a wheel in a lock."""
+    (made,) = (index / name).glob(f"{name.replace('-', '_')}-{version}-*.whl")
+    return (
+        f"{name}=={version} \\\n    --hash=sha256:{hashlib.sha256(made.read_bytes()).hexdigest()}\n"
+    )
+
+
+def path_without(folder: Path, *names: str) -> Path:
+    """Return a folder with the programs of this machine but those, and their versions."""
+    folder.mkdir()
+    for each in (path for place in ("/usr/bin", "/bin") for path in Path(place).iterdir()):
+        if not each.name.startswith(names) and not (folder / each.name).is_symlink():
+            (folder / each.name).symlink_to(each)
+    return folder
+
+
+def program(path: Path, text: str) -> None:
+    path.unlink(missing_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     root = tmp_path / "checkout"
@@ -80,19 +106,23 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def install(
-    root: Path, *, index: str, build: str = "", word: str = "torch", pillow: str = ""
+    root: Path, *words: str, index: str = "", build: str = "", pillow: str = "", **settings: str
 ) -> subprocess.CompletedProcess[str]:
-    """No other index is asked than that on loopback."""
-    environment = os.environ | {
+    """Run install.sh. It asks no other index than that on loopback."""
+    kept = {key: value for key, value in os.environ.items() if key.partition("_")[0] != "PIP"}
+    environment = kept | {
         "CUDA": build,
         "PILLOW": pillow,
         "TORCH_INDEX": index,
         "UV_DEFAULT_INDEX": index,
         "UV_NO_CACHE": "1",
         "UV_NO_CONFIG": "1",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_NO_CACHE_DIR": "1",
+        **settings,
     }
     return subprocess.run(
-        ["sh", "install.sh", word],
+        ["/bin/sh", "install.sh", *words],
         cwd=root,
         env=environment,
         capture_output=True,
@@ -113,7 +143,7 @@ def installed(root: Path) -> set[str]:
 def test_another_build_of_torch_takes_the_locks_versions_and_moves_nothing_else(
     checkout: Path, index: str
 ) -> None:
-    done = install(checkout, index=index, build="cu126")
+    done = install(checkout, "torch", index=index, build="cu126")
     assert done.returncode == 0, done.stderr
     torch, torchvision = (
         importlib.metadata.version(name).partition("+")[0] for name in ("torch", "torchvision")
@@ -132,7 +162,7 @@ def test_another_build_of_torch_takes_the_locks_versions_and_moves_nothing_else(
     assert (checkout / ".venv/cuda").read_text() == "cu126\n"
     assert cuda_of_torch(checkout / ".venv") == "12.6"
 
-    refused = install(checkout, index=index, build="cu118")  # which the index lacks
+    refused = install(checkout, "torch", index=index, build="cu118")  # which the index lacks
     assert refused.returncode == 1
     assert "CUDA= to another build" in refused.stderr
     assert installed(checkout) == family
@@ -144,7 +174,7 @@ def test_another_build_of_torch_takes_the_locks_versions_and_moves_nothing_else(
     ("build", "code", "said"), [("12.6", 2, "is not a build of torch"), ("/opt/cuda", 2, "ignored")]
 )
 def test_words_that_name_no_build(checkout: Path, build: str, code: int, said: str) -> None:
-    done = install(checkout, index="http://127.0.0.1:9/", build=build)
+    done = install(checkout, "torch", index="http://127.0.0.1:9/", build=build)
     assert said in done.stderr
     assert done.returncode == code
     assert not installed(checkout)
@@ -159,15 +189,153 @@ def test_plain_pillow_can_be_chosen_and_the_choice_is_kept(
         r"^pillow==(1[3-9]|[2-9]\d)\.", lock.read_text(), re.MULTILINE
     )  # what a user without Pillow-SIMD gets
     wheel(tmp_path / "index", "pillow", "13.0.0")
-    (made,) = (tmp_path / "index/pillow").glob("*.whl")
-    digest = hashlib.sha256(made.read_bytes()).hexdigest()
-    locked = f"pillow==13.0.0 ; platform_machine != 'x86_64' \\\n    --hash=sha256:{digest}\n"
-    (checkout / "requirements.lock").write_text(locked)
-    assert install(checkout, index=index, word="pillow", pillow="fast").returncode == 2
+    line = locked(tmp_path / "index", "pillow", "13.0.0")
+    line = line.replace(" \\", " ; platform_machine != 'x86_64' \\")
+    (checkout / "requirements.lock").write_text(line)
+    assert install(checkout, "pillow", index=index, pillow="fast").returncode == 2
     for chosen in ("plain", ""):
-        done = install(checkout, index=index, word="pillow", pillow=chosen)
+        done = install(checkout, "pillow", index=index, pillow=chosen)
         assert done.returncode == 0, done.stderr
         assert installed(checkout) == {"pillow-13.0.0"}
+
+
+@pytest.mark.processes
+def test_without_a_compiler_plain_pillow_is_installed_and_the_reason_printed(
+    checkout: Path, index: str, tmp_path: Path
+) -> None:
+    wheel(tmp_path / "index", "pillow", "13.0.0")
+    (checkout / "requirements.lock").write_text(locked(tmp_path / "index", "pillow", "13.0.0"))
+    path = path_without(tmp_path / "bin", "cc", "gcc")
+    done = install(checkout, "pillow", index=index, PATH=str(path))
+    assert done.returncode == 0, done.stderr
+    assert installed(checkout) == {"pillow-13.0.0"}
+    assert "C compiler" in done.stderr or os.uname().machine != "x86_64"
+    assert (checkout / ".venv/pil").read_text() == "simd\n"  # a later run tries again
+
+
+@pytest.mark.processes
+def test_other_systems_are_refused_in_one_line(checkout: Path, tmp_path: Path) -> None:
+    path = path_without(tmp_path / "bin", "uname")
+    program(path / "uname", "echo Darwin")
+    done = install(checkout, PATH=str(path))
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "Darwin is not supported" in line
+    (recipe,) = re.findall(r"-f (\S+)", line)
+    assert (REPOSITORY / recipe).exists()
+    assert not installed(checkout)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("has_uv", [True, False])
+def test_a_newer_python_is_found_in_path_or_downloaded_with_uv(
+    checkout: Path, tmp_path: Path, has_uv: bool
+) -> None:
+    shutil.rmtree(checkout / ".venv")
+    path, log = path_without(tmp_path / "bin", "python", "uv"), tmp_path / "log"
+    program(path / "python3", f'case $* in *pip*) echo "$*" >> {log}; mkdir -p .cache/uv-program/bin;'
+            f" cp {tmp_path}/uv .cache/uv-program/bin;; *) exit 1;; esac")  # fmt: skip
+    # a Python that is usable, and logs the wish for a virtual environment
+    usable = f'case $* in "-c "*) ;; *) echo "$0 $*" >> {log}; exit 1;; esac'
+    program(tmp_path / "brought", usable)
+    program(
+        tmp_path / "uv", f'echo "uv $*" >> {log}; case $* in *find*) echo {tmp_path}/brought;; esac'
+    )
+    if has_uv:
+        shutil.copy(tmp_path / "uv", path)
+    done = install(checkout, PATH=str(path))
+    assert done.returncode == 1, "the Python makes no virtual environment"
+    lines = log.read_text().splitlines()
+    assert lines[-1] == f"{tmp_path}/brought -m venv --clear .venv"
+    assert [line for line in lines if line.startswith("uv python install")]
+    assert [line for line in lines if "--require-hashes" in line] == lines[: not has_uv]
+
+    program(path / "python3.12", usable)
+    install(checkout, PATH=str(path))
+    assert log.read_text().splitlines()[len(lines) :] == [
+        f"{path}/python3.12 -m venv --clear .venv"
+    ]
+    refused = install(checkout, PATH=str(path), PYTHON=str(path / "python3"))
+    assert refused.returncode == 1
+    assert f"PYTHON={path}/python3 " in refused.stderr
+
+
+@pytest.mark.processes
+def test_uv_asks_the_index_of_pip(checkout: Path, tmp_path: Path) -> None:
+    uv = tmp_path / "uv"
+    program(uv, f'echo "$UV_DEFAULT_INDEX $UV_CACHE_DIR" >> {tmp_path}/log')
+    (checkout / ".venv/bin/uv").unlink()
+    (checkout / ".venv/bin/uv").symlink_to(uv)
+    mirror = "http://127.0.0.1:9/mirror"
+    install(checkout, "pillow", pillow="plain", UV_DEFAULT_INDEX="", PIP_INDEX_URL=mirror)
+    install(checkout, "pillow", pillow="plain", UV_DEFAULT_INDEX="", UV_CACHE_DIR="/elsewhere")
+    asked = (tmp_path / "log").read_text().splitlines()
+    assert {*asked} == {f"{mirror} {checkout}/.cache/uv", " /elsewhere"}
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_wheelhouse_installs_without_an_index(checkout: Path, index: str, tmp_path: Path) -> None:
+    """A lock of a few packages, the one of tests not among them. The project's own build is a
+    stand-in, because setuptools is on no index here."""
+    place, wheels = tmp_path / "index", tmp_path / "wheels"
+    version = importlib.metadata.version("torch").partition("+")[0]
+    real = REPOSITORY / ".venv/bin/uv"
+    pil = {"PIL/__init__.py": "__version__ = '13.0.0'", "PIL/Image.py": ""}
+    wheel(place, "uv", "9.0", more={"uv-9.0.data/scripts/uv": f'#!/bin/sh\nexec {real} "$@"\n'})
+    wheel(place, "pillow", "13.0.0", more=pil)
+    wheel(place, "pytest", "99.0")
+    wheel(tmp_path, "project", "1.0")
+    built = "project-1.0-py3-none-any.whl"
+    (checkout / "backend.py").write_text(
+        "import shutil\ndef build_editable(folder, *_):\n"
+        f"    shutil.copy({str(tmp_path / 'project' / built)!r}, folder)\n    return {built!r}\n"
+    )
+    (checkout / "pyproject.toml").write_text(
+        "[project]\nname = 'project'\nversion = '1.0'\n"
+        "[build-system]\nrequires = []\nbuild-backend = 'backend'\nbackend-path = ['.']\n"
+    )
+    names = {"uv": "9.0", "pillow": "13.0.0", "torch": version}
+    lines = [locked(place, name, number) for name, number in names.items()]
+    (checkout / "requirements.lock").write_text("".join(lines))
+    (checkout / "requirements-dev.lock").write_text(locked(place, "pytest", "99.0"))
+    done = install(checkout, "wheelhouse", "../wheels", index=index)
+    assert done.returncode == 0, done.stderr
+    assert {path.name.split("-")[0] for path in wheels.iterdir()} == {*names}
+    assert not installed(checkout) & {"pillow-13.0.0", f"torch-{version}"}
+
+    house = {"index": "http://127.0.0.1:9/", "pillow": "plain"}
+    done = install(checkout, WHEELHOUSE=str(wheels), **house)
+    assert done.returncode == 0, done.stderr
+    users = {"uv-9.0", "pillow-13.0.0", f"torch-{version}", "project-1.0"}
+    assert users <= installed(checkout)
+    assert (checkout / ".venv/.installed").exists()
+    assert not (checkout / ".venv/.dev").exists()
+    done = install(checkout, "dev", index=index, pillow="plain")  # in an environment of users
+    assert done.returncode == 0, done.stderr
+    assert installed(checkout) >= {*users, "pytest-99.0"}
+    assert (checkout / ".venv/.dev").exists()
+
+    with zipfile.ZipFile(next(wheels.glob("pillow*")), "a") as file:
+        file.writestr("PIL/more.py", "")
+    refused = install(checkout, "pillow", WHEELHOUSE=str(wheels), **house)
+    assert refused.returncode != 0
+    assert "hash" in refused.stderr.lower()
+    assert install(checkout, WHEELHOUSE="../nowhere", **house).returncode == 1
+
+
+@pytest.mark.processes
+def test_install_warns_of_an_old_driver_before_the_download(checkout: Path) -> None:
+    shutil.copytree(REPOSITORY / "cluster", checkout / "cluster", symlinks=True)
+    warned = {}
+    for driver in ("470.256.02", "550.54"):
+        done = install(
+            checkout, "torch", index="http://127.0.0.1:9/", build="cu126", CUDA_DRIVER=driver
+        )
+        assert done.returncode == 1  # no index
+        warned[driver] = [line for line in done.stderr.splitlines() if "warning: driver" in line]
+    assert len(warned["470.256.02"]) == 1
+    assert not warned["550.54"]
 
 
 @pytest.mark.parametrize(
@@ -198,6 +366,11 @@ def test_the_driver_is_that_of_site_env_or_of_this_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = tmp_path / "version"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_driver({}, loaded=loaded) is None
+    program(tmp_path / "nvidia-smi", "echo 535.183.01; echo 535.183.01")  # two GPUs
+    assert find_driver({}, loaded=loaded) == "535.183.01"
+    program(tmp_path / "nvidia-smi", "echo NVIDIA-SMI has failed; exit 9")
     assert find_driver({}, loaded=loaded) is None
     loaded.write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build "

@@ -4,10 +4,11 @@ the tuned rates."""
 import importlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pandas as pd
 import pytest
 import yaml
@@ -108,6 +109,73 @@ def test_the_correction_counts_tested_comparisons_only(findings: ModuleType) -> 
     )
     assert findings.decide([one, *others], {"weak"})[0]["0"] == {"yes"}
     assert findings.decide([one, *others], set())[0]["0"] == {"undecided"}
+
+
+def made_up(rows: Mapping[tuple[str, str], Mapping[str, float]], *axes: str) -> pd.DataFrame:
+    """Return a results table with these columns for each arm, and noise for each of five seeds."""
+    template = pd.read_parquet(POINTS / "findings_width.parquet").iloc[0].to_dict()
+    noise = np.random.default_rng(0)
+    return pd.DataFrame(
+        {
+            **template,
+            **columns,
+            "labels": json.dumps(dict(zip(axes, arm, strict=True))),
+            "seed": str(seed),
+            **{name: columns[name] + noise.normal(0, 2e-4) for name in ("error", "train_loss")},
+        }
+        for arm, columns in rows.items()
+        for seed in range(5)
+    )
+
+
+@pytest.mark.parametrize(
+    ("gaps", "conclusion"),
+    [
+        ((2, 1.5, 1, 0.5, 0), "The claim holds"),
+        ((2, 2, 2, 2, 2), "still worse"),
+        ((-4, -2, 0, 1.5, 1.5), "still worse"),
+        ((-4, -3, -2, -1, -0.5), "grows with depth"),
+        ((0, 0, 0, 0, 0), "a deficit at limited depth is not shown"),
+        ((0.5, 0.4, 0.3, 0.4, 0.5), "a fall with depth is not shown"),
+    ],
+)
+def test_the_conclusion_about_depth(
+    findings: ModuleType, gaps: Sequence[float], conclusion: str
+) -> None:
+    rows = {
+        (mixing, f"blocks-{2**number}"): {
+            "error": 0.14 + gap / 100 * is_permuted,
+            "train_loss": 0.1,
+            "depth": 2.0**number,
+            "permuted_blocks": 2.0**number * is_permuted,
+        }
+        for mixing, is_permuted in (("normal", False), ("rp", True))
+        for number, gap in enumerate(gaps)
+    }
+    assert conclusion in findings.depth(made_up(rows, "mixing", "network"))[-1]
+
+
+@pytest.mark.parametrize(
+    ("default", "effects", "conclusion"),
+    [
+        ((0, 0, 0, 0.2, 0.4), (0, 0, 0, -0.1, -0.3), "causes a part"),
+        ((0, 0, 0, 0.2, 0.4), (-0.04, 0, 0, 0, -0.04), "not through sparsity"),
+        ((0, 0, 0, 0.2, 0.4), (0, 0, 0, 0, 0.01), "does not cause"),
+        ((0, 0, 0, 0, 0), (0, 0, 0, 0, -0.3), "No deterioration"),
+        ((0, 0, 0, 0.2, 0.4), (0, 0, 0, 0, 0.3), "harms training"),
+        ((0, 0, 0, 0.2, 0.4), (-0.2, 0, 0, 0, -0.3), "control fails"),
+    ],
+)
+def test_the_conclusion_about_the_gain(
+    findings: ModuleType, default: Sequence[float], effects: Sequence[float], conclusion: str
+) -> None:
+    widths = (256, 1_024, 4_096, 8_192, 16_384)
+    rows = {
+        (init, f"m{m}"): {"error": 0.14, "train_loss": 0.5 + loss + effect * is_scaled, "width": m}
+        for init, is_scaled in (("default", False), ("spectral", True))
+        for m, loss, effect in zip(widths, default, effects, strict=True)
+    }
+    assert conclusion in "\n".join(findings.gain(made_up(rows, "init", "width")))
 
 
 def sizes_by_macs(spec: AnySpec) -> tuple[int, int, int, int]:

@@ -142,7 +142,9 @@ def test_a_start_that_froze_is_taken_over_and_changes_nothing_when_it_wakes_up(
     try:
         twin = start(config, run_dir, *words, ranks=1)  # SLURM knows of no other start of that job
         said, _ = twin.communicate()
-        holder = f"(process {frozen.ranks[0].pid} on {socket.gethostname()}, job 17, start 1, since"
+        holder = (
+            f"(process {frozen.ranks[0].pid} on {socket.gethostname()}, job 17, attempt 1, since"
+        )
         assert twin.returncode == 75 and holder in said, said
         assert printed_errors(said) == [(str(run_dir), "busy")], said
         stop_while_it_waits(start(config, run_dir, *words[1:], ranks=2))

@@ -15,7 +15,7 @@ from pretrain.checkpoints.run import list_checkpoints
 from pretrain.config import DataSettings
 from pretrain.data.datasets import load_training_data
 from pretrain.tracking.pictures import draw_filters, strongest_filters
-from pretrain.tracking.run_tags import datasets_of, shown_command, slurm_tags, with_note
+from pretrain.tracking.run_tags import datasets_of, shown_command, slurm_tags, target_of, with_note
 from tests.training import finish, start, write_config
 
 
@@ -137,6 +137,12 @@ def test_a_start_on_slurm_says_its_job_and_its_nodes(monkeypatch: pytest.MonkeyP
     } | slurm_tags()
     note = with_note(tags, title="T", run_dir=Path("/r"))["mlflow.note.content"]
     assert note == "T\n\nIn `/r`, by `pretrain train x`, code abc; on SLURM: job 15_3 on n[1-2]"
+
+
+def test_fashion_mnist_is_not_called_mnist(shapes: Path) -> None:
+    source = {"kind": "mnist", "variant": "fashion"}
+    manifest = load_manifest(shapes).model_copy(update={"source": source})
+    assert target_of(manifest) == manifest.name
 
 
 def test_datasets_are_named_with_their_digest_and_a_summary(shapes: Path) -> None:
