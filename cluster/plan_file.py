@@ -111,7 +111,7 @@ class Entry(Settings):
             fix = "set for_each: pretrain, or put pretrained=RUN@50epochs into the grid"
             raise UserError("checkpoints", problem, fix, code="missing-value")
         if self.nodes is not None and self.gpus is not None:
-            problem = "it excludes nodes, which requests complete nodes"
+            problem = "it cannot be combined with nodes, which requests complete nodes"
             raise UserError("gpus", problem, "omit one of the two", code="conflict")
         if self.is_grid and self.run_dir is None:
             fix = "name its axes, for example runs/{name}/{seed}"

@@ -131,7 +131,7 @@ class Queue:
         self.writers = writers_of([*places, path, plan.drawn])
         own = kept and os.environ.get("SLURM_JOB_ID")
         if others := [each for each in self.writers.pop(path, []) if each.job != own]:
-            raise NothingLeft(f"{path}: {others[0]} queues the rest of it")
+            raise NothingLeft(f"{path}: {others[0]} already queues the rest of the plan")
         self.begun = places_since(self.since) if self.since else set()
         self.submitted: list[str] = []
         self.jobs: dict[str, list[str]] = {}

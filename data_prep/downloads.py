@@ -107,7 +107,7 @@ class _File:
         if start.startswith((b"<!", b"<html")):
             problem = "it is a web page, not the file"
         elif not self.md5 and not zipfile.is_zipfile(path):
-            problem = "it is no complete zip archive"
+            problem = "it is not a complete zip archive"
         elif self.md5 not in ("", found) and not self._has_content(path):
             problem = f"its MD5 is {found}: it is incomplete, damaged or another version"
         if problem:
@@ -164,7 +164,7 @@ class _File:
             elif reply.headers["Content-Range"] != f"bytes {held}-{size - 1}/{size}":
                 reply.close()
                 part.unlink()
-                raise OSError("the server sent another range")
+                raise OSError("the server sent another byte range than requested")
         with reply:
             if not size or held < size:
                 self._receive(reply, part, held, size)

@@ -175,7 +175,7 @@ def make_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        problem, fix = "the path holds a file", "choose another directory"
+        problem, fix = "the path is a file", "choose another directory"
         raise UserError(str(directory), problem, fix, code="exists") from None
 
 

@@ -50,7 +50,7 @@ def push(directory: Path, url: str, *, storage: Mapping[str, Any]) -> Manifest:
     except MissingError:
         stored = own
     if stored != own:
-        problem, fix = f"{shown(url)} holds another dataset", "choose another URL"
+        problem, fix = f"{shown(url)} contains another dataset", "choose another URL"
         raise UserError("URL", problem, fix, code="exists")
     fix_damage = f"run data_prep verify {directory}"
     hashes, stop = _hashes(directory, manifest), threading.Event()

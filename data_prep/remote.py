@@ -325,7 +325,7 @@ def upload(path: Path, url: str, *, storage: Storage, stop: threading.Event | No
     reply, the object is kept, because it may have replaced a complete object. `stop` ends the
     upload at once; the bucket's life-cycle rule removes uploaded parts of a large object."""
     if _streams(url):
-        problem, fix = "web servers are only read", "choose a bucket (s3://, gs://, az://, hf://)"
+        problem, fix = "web servers are read-only", "choose a bucket (s3://, gs://, az://, hf://)"
         raise UserError(shown(url), problem, fix, code="unsupported")
     checksums = _Checksums.of(path)
 
@@ -346,7 +346,7 @@ def upload(path: Path, url: str, *, storage: Storage, stop: threading.Event | No
         if not is_same:
             with contextlib.suppress(Exception):  # the error below says more
                 client(url, storage).rm_file(url)
-            raise OSError("the bucket has other bytes than were sent")
+            raise OSError("the bucket has different bytes than were sent")
 
     try:
         tried(url, attempt, stop=stop)

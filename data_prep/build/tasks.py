@@ -154,7 +154,7 @@ def _refuse_merged(directory: Path) -> None:
     if (directory / MANIFEST_NAME).exists():
         raise UserError(
             "out",
-            f"{directory} is merged, so no shards are left for a task",
+            f"{directory} is already merged, so no task has shards to write",
             "remove it if you want to build it again",
             code="exists",
         )

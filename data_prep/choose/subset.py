@@ -64,7 +64,7 @@ class Selection(Settings):
             raise SettingsError(sizes[1], problem, fix, code="conflict")
         if not sizes and self.classes_file is None and not self.exclude:
             fix = "give --fraction, --count, --per-class, --classes-file or --exclude"
-            raise SettingsError("fraction", "nothing is chosen", fix, code="missing-value")
+            raise SettingsError("fraction", "no selection is given", fix, code="missing-value")
         return self
 
 

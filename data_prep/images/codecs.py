@@ -50,7 +50,7 @@ class Header(NamedTuple):
         elif _JXL.match(data):
             header = Header("jxl", _jxl_size(data), {})
         if header is not None and 0 in header.size:
-            raise Rejection("not_an_image", f"a {header.extension} file without a frame")
+            raise Rejection("not_an_image", f"a {header.extension} file that contains no image")
         return header
 
 
@@ -133,7 +133,7 @@ def _jxl_size(data: bytes) -> tuple[int, int]:
             stream = {b"jxlc": data[at + 8 :], b"jxlp": data[at + 12 :]}.get(name, b"")
             at += num_bytes or len(data)
     if len(stream) < 12:
-        raise Rejection("truncated", f"{len(data):,} bytes of a header of JPEG XL")
+        raise Rejection("truncated", f"{len(data):,} bytes of a JPEG XL header")
     bits = int.from_bytes(stream[2:12], "little")
 
     def take(count: int) -> int:

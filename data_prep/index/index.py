@@ -311,7 +311,7 @@ def _refuse_empty_or_mixed(
         if not any(part.record.num_inputs for shard, part in pairs if shard.split == split):
             raise UserError(
                 f"splits.{split}",
-                "the shards hold no samples",
+                "the shards contain no samples",
                 "name images KEY.jpg, and labels KEY.cls or KEY.json",
                 code="empty",
             )

@@ -179,7 +179,7 @@ def expand(pattern: str, *, storage: dict[str, Any]) -> list[str]:
     if pattern.startswith("pipe:"):
         raise UserError(
             "splits",
-            "commands of webdataset (pipe:) are not run",
+            "commands of webdataset (pipe:) are not supported",
             f"give their input as local files or {clients.SCHEMES}",
             code="unsafe",
         )

@@ -283,7 +283,7 @@ def _for_statistics(num_samples: int, plan: IndexPlan, name: str) -> frozenset[i
 def _read(descriptor: int, member: Member) -> bytes:
     data = read_member(descriptor, member.offset, member.num_bytes)
     if len(data) != member.num_bytes:
-        raise TarError("became shorter while it was read", fix="index it when it is complete")
+        raise TarError("was shortened while it was read", fix="index it when it is complete")
     return data
 
 

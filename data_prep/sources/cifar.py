@@ -147,7 +147,7 @@ class _Unpickler(pickle.Unpickler):
                 return lambda code, *_: _Type(_text(code))
             case "_codecs.encode":
                 return lambda text, _: text.encode("latin1")
-        raise ValueError(f"the global {module}.{name}, which no array of numbers needs")
+        raise ValueError(f"the global {module}.{name}, which an array of numbers does not need")
 
 
 class _Type(str):

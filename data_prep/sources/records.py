@@ -159,7 +159,7 @@ def _loaded(
         raise SourceError("source.path", problem, fix, code="changed")
     num_classes = len(records.classes)
     if not num_classes or len(set(records.classes)) < num_classes:
-        raise damaged(source.path, "it names no classes, or one twice")
+        raise damaged(source.path, "contains no class names, or one of them twice")
     for name, batch in records.batches.items():
         labels, num_images = batch.labels, len(batch.pixels)
         if num_images != len(labels) or not num_images:
