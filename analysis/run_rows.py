@@ -28,7 +28,7 @@ from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, ModelSpec, SparseM
 TRAININGS = ("pretrain", "scratch")
 CURVES, LONGEST_CURVE = ("train/loss", "eval/loss", "eval/top1"), 200
 REPEATED = ("seed", "train.seed", "data.fold")
-"""Settings in which the repetitions of one recipe differ."""
+"""Settings that differ between repetitions of one recipe."""
 APART = (
     *(key for key in MAY_CHANGE if key != "train.duration"),
     *("run_dir", "pretrained", "data.dataset", "features_dir", "seeds", "folds"),
@@ -41,7 +41,7 @@ SCALED = (
     *("model.num_channels", "model.num_tokens", "model.patch_size", "model.density"),
     *("model.token_hidden", "model.channel_hidden"),
 )
-"""Settings in which the runs of one scaling law differ, in addition to the dataset."""
+"""Settings that may differ between the runs of one scaling law, in addition to the dataset."""
 AUGMENTATIONS = (
     *("crop_scale", "crop_padding", "flip_probability", "auto_augment", "erase_probability"),
     *("mixup_alpha", "cutmix_alpha"),
@@ -59,7 +59,7 @@ def rows_of_run(run: Run) -> list[dict[str, Any]]:
     if run.is_group or not run.result:
         return []
     chain = [run]
-    """The run, then the runs of its weights."""
+    """The run, the run of its pretrained weights, and so on."""
     while (source := chain[-1].pretrained) is not None and (above := _run_at(source)) is not None:
         chain.append(above)
     scores = {name: 1 - accuracy for name, accuracy in run.accuracies.items()}
@@ -139,8 +139,8 @@ def _hash(values: Sequence[Any]) -> str:
 
 
 def _start(run: Run, chain: Sequence[Run]) -> str:
-    """Return the earlier trainings, the last one first: "cifar10, of imagenet21k for 400
-    epochs"."""
+    """Return a description of the earlier trainings, the last one first: "cifar10, of imagenet21k
+    for 400 epochs"."""
     parts = []
     for below, each in pairwise(chain):
         if each.task in TRAININGS:
@@ -166,7 +166,7 @@ def _benchmark(run: Run) -> str:
 
 
 def plain_length(length: str) -> str:
-    """Return 50epochs and 1_000 epochs as 50 epochs and 1000 epochs."""
+    """Return `50epochs` as `50 epochs`, and `1_000 epochs` as `1000 epochs`."""
     return re.sub(r"^(\d+) ?(epochs?)$", r"\1 \2", length.strip().replace("_", ""))
 
 
@@ -219,7 +219,7 @@ def _about_training(run: Run, step: int) -> dict[str, Any]:
 
 
 def model_words(spec: AnySpec) -> str:
-    """Return the label and the settings that differ from the default but not in the label."""
+    """Return the model's label, and its settings that are neither defaults nor in the label."""
     fields = {
         name: field.default
         for name, field in type(spec).model_fields.items()

@@ -421,7 +421,7 @@ def gain(results: pd.DataFrame) -> list[str]:
     return [*markdown(header, table), "", *decisions, "", conclusion, "", part]
 
 
-CLAIMS = {"width": width, "locality": locality}
+CLAIMS = {"width": width, "locality": locality, "mlp": mlp}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["baseline"]:

@@ -122,7 +122,7 @@ class Split(Settings):
         return sum(shard.num_samples for shard in self.shards)
 
     @property
-    def num_unlabelled(self) -> int:
+    def num_unlabeled(self) -> int:
         return self.num_samples - sum(self.class_counts)
 
     @property
@@ -221,10 +221,10 @@ class Manifest(Settings):
                 hashes |= {shard.file: shard.sha256} if with_tars else {}
         return hashes
 
-    def labelled_split(self, name: str, *, directory: Path | str = "dataset") -> Split:
+    def labeled_split(self, name: str, *, directory: Path | str = "dataset") -> Split:
         split = self.split(name, directory=directory)
-        if split.num_unlabelled:
-            counts = f"{split.num_unlabelled:,} of {split.num_samples:,}"
+        if split.num_unlabeled:
+            counts = f"{split.num_unlabeled:,} of {split.num_samples:,}"
             problem = f"{counts} samples of split {name!r} have no label"
             fix = "choose a split with labels"
             raise DatasetError(str(directory), problem, fix, code="mismatch")

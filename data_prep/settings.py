@@ -70,7 +70,7 @@ _SIGNS: tuple[tuple[set[str], str], ...] = (
     ({"splits"}, "data_prep index"),
     ({"model", "train"}, "pretrain train"),
     ({"pretrained", "train"}, "finetune tune"),
-    ({"pretrained", "neighbours"}, "finetune knn"),
+    ({"pretrained", "neighbors"}, "finetune knn"),
     ({"pretrained", "lrs"}, "finetune probe"),
     ({"pretrained", "out"}, "finetune export"),
     ({"pretrained"}, "finetune probe, finetune knn, finetune evaluate"),

@@ -35,9 +35,9 @@ class Page(NamedTuple):
     title: str
     source: str
     cells: pd.DataFrame
-    """Texts of the cells; the index has the names of the rows."""
+    """Text of each cell; the index has the names of the rows."""
     kinds: pd.DataFrame
-    """Key of `COLORS` for each cell."""
+    """Color of each cell, as a key of `COLORS`."""
 
     @property
     def heading(self) -> str:
@@ -45,7 +45,7 @@ class Page(NamedTuple):
 
     @property
     def lines(self) -> list[list[str]]:
-        """Texts of the header, then of the rows."""
+        """Texts of the header, then of each row."""
         rows = zip(self.cells.index, self.cells.to_numpy().tolist(), strict=True)
         return [["", *self.cells.columns], *([name, *cells] for name, cells in rows)]
 
@@ -91,7 +91,8 @@ def markdown(cells: pd.DataFrame) -> str:
 
 
 def with_runs(cells: pd.DataFrame) -> pd.DataFrame:
-    """Return our table and the papers' tables with a run, or all tables if no table has a run."""
+    """Return our table and the papers' tables that have a run. If no table has a run, return all
+    tables."""
     has_run = cells["mean"].notna().groupby(cells.table).transform("any")
     shown = cells[has_run] if has_run.any() else cells
     return shown.sort_values("source", key=lambda source: source != "", kind="stable")

@@ -24,7 +24,7 @@ from PIL.PngImagePlugin import MAX_TEXT_CHUNK
 from PIL.TiffImagePlugin import TiffImageFile
 
 from data_prep.images.codecs import Header, decode_coded
-from data_prep.images.colour import rawmode_of, to_rgb
+from data_prep.images.color import rawmode_of, to_rgb
 from data_prep.images.jpeg import (
     Frame,
     decode_jpeg,

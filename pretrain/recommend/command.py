@@ -41,7 +41,8 @@ from pretrain.recommend import recipe
 from pretrain.recommend.look import Data, Machine, Pictures
 
 MAX_REJECT_FRACTION = 0.1
-"""Limit of rejected images. The build's own limit is for archives of known content."""
+"""Largest fraction of rejected images. The limit of `data_prep build` is for archives of known
+content."""
 TIMED_SAMPLES = 2048
 
 
@@ -174,7 +175,7 @@ def _pictures_in(place: Path, labels: str | None) -> Pictures:
 
 
 def _timed(command: list[str], values: dict[str, Any], data: Data) -> str:
-    """Time some steps; return the expected throughput, memory and length of the run."""
+    """Time some steps. Return the expected throughput, memory and duration of the run."""
     batch, verb = values["batch"], "train" if command[1] == "train" else "tune"
     steps = max(4, min(20, TIMED_SAMPLES // batch) // 2 * 2)
     print(f"timing {steps} steps of {batch} images; loading torch takes some seconds", flush=True)

@@ -62,13 +62,13 @@ class Data:
     def of(cls, directory: Path | str) -> "Data":
         manifest = load_manifest(local_copy(directory, storage=None))
         train = "train" if "train" in manifest.splits else next(iter(manifest.splits))
-        manifest.labelled_split(train, directory=directory)
+        manifest.labeled_split(train, directory=directory)
         whole = [name for name in ("val", "test") if name != train and name in manifest.splits]
         return cls(
             directory,
             manifest,
             train,
-            next((name for name in whole if not manifest.splits[name].num_unlabelled), None),
+            next((name for name in whole if not manifest.splits[name].num_unlabeled), None),
         )
 
     @property

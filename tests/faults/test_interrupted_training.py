@@ -319,7 +319,7 @@ def test_other_numbers_of_ranks_continue_the_same_training(
     finish(start(config, run_dir, strikes={0: strike, 1: strike}))
     assert step_of(list_checkpoints(run_dir)[-1]) <= 10
     output = finish(start(config, run_dir, "engine.zero_stage=1", ranks=1, threads=2))
-    assert output.count("WARNING: OMP_NUM_THREADS: was 1 and is 2 now: ") == 1
+    assert output.count("WARNING: OMP_NUM_THREADS: it was 1 and is now 2") == 1
     assert (
         json.loads((list_checkpoints(run_dir)[-1] / "trainer.json").read_text())["num_cpu_threads"]
         == 2

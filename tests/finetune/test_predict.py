@@ -26,7 +26,7 @@ from pretrain.data.torch_dataset import Shards
 from pretrain.models.build import pooled_features
 from tests.conftest import Capture, Patch
 from tests.data_prep.samples import encoded, picture, tar_of, wait_until, write_files
-from tests.finetune.tiny import export_of, judge, model_of, normalised, predictions, write_folder
+from tests.finetune.tiny import export_of, judge, model_of, normalized, predictions, write_folder
 from tests.ranks import REPOSITORY
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -261,7 +261,7 @@ def test_rows_stand_in_the_order_given_with_reasons_and_features(
         row["image"] in bad for row in rows
     ]
     with torch.no_grad():
-        expected = pooled_features(model_of(folder), normalised(folder, shapes)[0])
+        expected = pooled_features(model_of(folder), normalized(folder, shapes)[0])
     np.testing.assert_allclose(
         np.array(table["features"].to_pylist()[9:]), expected, rtol=1e-4, atol=1e-5
     )

@@ -73,7 +73,12 @@ def test_the_journal_has_what_a_researcher_looks_for(run_dir: Path) -> None:
             told.setdefault(name, []).append(event["step"])
     for name in ("loss", "gradient_norm", "lr", "samples", "bad_samples"):
         assert told[f"train/{name}"] == [2, 4, 6], name
-    for name in ("usage/images_per_s", "usage/mfu", "usage/data_wait_share", "usage/peak_rss_gb"):
+    for name in (
+        "usage/images_per_s",
+        "usage/mfu",
+        "usage/data_wait_fraction",
+        "usage/peak_rss_gb",
+    ):
         assert told[name] == [2, 4, 6], name
     assert told["eval/top1"] == told["eval/top5"] == told["eval/loss"] == [3, 6]
     assert [event["status"] for event in events(run_dir, "end")] == ["FINISHED"]
@@ -96,9 +101,9 @@ def test_pictures_are_those_of_the_batch_and_of_the_weights(run_dir: Path) -> No
 
 def test_the_strongest_filters_come_first() -> None:
     weight = torch.zeros(3, 3 * 2 * 2)
-    weight[0, 0] = -1.0  # a colour at the upper left; the other colours have 0 there
+    weight[0, 0] = -1.0  # a color at the upper left; the other colors have 0 there
     weight[1, :] = 2.0
-    weight[2, [3, 11]] = torch.tensor([1.0, -3.0])  # two colours at the lower right
+    weight[2, [3, 11]] = torch.tensor([1.0, -3.0])  # two colors at the lower right
     filters = strongest_filters(weight, side=2, count=2)
     np.testing.assert_array_equal(filters, [[[2, 2], [2, 2]], [[0, 0], [0, -3]]])
 
