@@ -20,9 +20,9 @@ TARGETS = {
 }
 CEILINGS = {
     "data_prep": 446_500,
-    "pretrain": 634_600,
-    "finetune": 230_000,
-    "analysis": 225_100,
+    "pretrain": 639_400,
+    "finetune": 230_700,
+    "analysis": 226_200,
     "cluster": 131_200,
     "benchmarks": 161_900,
     "tests": 1_464_000,

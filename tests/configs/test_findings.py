@@ -22,7 +22,7 @@ from tests.ranks import REPOSITORY
 
 PAGES = REPOSITORY / "docs/findings"
 POINTS = REPOSITORY / "tests/analysis/points"
-AXES = {"width": ("shape", "mixing"), "locality": ("network", "pixels")}
+AXES = {"width": ("shape", "mixing"), "locality": ("network", "pixels"), "mlp": ("arm",)}
 FINAL_AXES = {"width": ("arm",)}
 Sizes = Callable[[AnySpec], tuple[int, int, int, int]]
 
