@@ -34,7 +34,7 @@ STEPS = 3
 
 
 class Costs(dict[str, float]):
-    """An event log in memory."""
+    """Event log in memory that keeps the costs of checkpoints."""
 
     def metrics(self, values: dict[str, float], *, step: int) -> None:  # noqa: ARG002
         self.update(values)

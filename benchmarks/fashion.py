@@ -43,7 +43,7 @@ SETTINGS = {
     "gradient boosting": (0.05, 0.1, 0.2),
     "CNN": (0.001, 0.003, 0.01),
 }
-"""Tried values of scikit-learn's C, and of the learning rates."""
+"""Values to try: scikit-learn's C, and the learning rates."""
 BEST = {"logistic regression": 0.3, "gradient boosting": 0.1, "CNN": 0.003}
 NUM_SEEDS = {"CNN": 5}
 EPOCHS, BATCH = 10, 128
@@ -52,14 +52,14 @@ Split = tuple[Tensor, Tensor]
 
 
 def read_split(split: str, dataset: str) -> Split:
-    """Return images (one of three equal channels) and labels."""
+    """Return images (one channel, because all three are equal) and labels."""
     reader = open_split(dataset, load_manifest(Path(dataset)), split)
     images = reader.images(np.arange(reader.num_samples))[:, None, :, :, 0]
     return images.float() / 255, torch.from_numpy(reader.labels).long()
 
 
 def augment(images: Tensor) -> Tensor:
-    """Crop from two pixels of padding, and flip half of the images."""
+    """Crop randomly after padding by two pixels, and flip half of the images."""
     count, size = len(images), images.shape[-1]
     down, right = torch.randint(5, (2, count, 1)) + torch.arange(size)
     right = torch.where(torch.rand(count, 1) < 0.5, right, right.flip(1))
@@ -68,7 +68,7 @@ def augment(images: Tensor) -> Tensor:
 
 
 def fit_cnn(train: Split, test: Split, lr: float, seed: int) -> tuple[float, int]:
-    """Return the accuracy and the number of parameters."""
+    """Train the convolutional network; return its accuracy and number of parameters."""
     torch.manual_seed(seed)
     parts: list[nn.Module] = []
     for inputs, channels in ((1, 16), (16, 32), (32, 64)):
@@ -116,8 +116,8 @@ def fit(name: str, setting: float, seed: int, dataset: str, split: str) -> Mappi
 
 
 def run_all(commands: Mapping[str, Sequence[str]], kept: Path) -> dict[str, dict[str, Any]]:
-    """Run the commands without a line in `kept`, two at a time. Return CPU minutes of each command
-    and the output of peers."""
+    """Run the commands that have no result in `kept`, two at a time. Return CPU minutes of each
+    command and the output of peers."""
     kept.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     done = {row["name"]: row for row in rows}
@@ -153,7 +153,7 @@ def command_of(name: str, setting: float, seed: int, dataset: str, split: str) -
 
 
 def train() -> None:
-    """Train all models without a result, and write RESULTS."""
+    """Train all models that have no result yet, and write RESULTS."""
     subprocess.run([sys.executable, "-m", "data_prep", "build", BUILD], check=True)
     (members,) = (stage.members for stage in load_checked(PLAN).stages if stage.name == "pretrain")
     ours = {
@@ -194,7 +194,7 @@ def tune() -> None:
 
 
 def lines_of(results: pd.DataFrame) -> list[str]:
-    """Return the table of README, best model first: means and standard deviations over seeds."""
+    """Return README's table, best model first: means and standard deviations over seeds."""
     lines = []
     for name in results.groupby("model")["top1"].mean().sort_values(ascending=False).index:
         rows = results[results["model"] == name]
@@ -206,7 +206,7 @@ def lines_of(results: pd.DataFrame) -> list[str]:
 
 
 def draw(results: pd.DataFrame, path: Path) -> None:
-    """Draw a row for each model, and a dot for each seed."""
+    """Draw the figure: a row for each model, a dot for each seed."""
     from matplotlib.figure import Figure
 
     means = 100 * results.groupby("model")["top1"].mean().sort_values()

@@ -26,7 +26,7 @@ from analysis.sweeps.sweep import lines_of, places_of, with_variables
 
 TABLES = Path(__file__).parents[1] / "tests/analysis/points"
 LOGISTIC_ERROR = 17.13
-"""The output of `baseline data/fashion-mnist-6k`."""
+"""Test error of logistic regression: output of `baseline data/fashion-mnist-6k`."""
 PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0)
 """Values of scikit-learn's C for logistic regression."""
 KINDS = ("normal", "RP")
@@ -34,14 +34,15 @@ WORDS = {True: "yes", False: "no"}
 
 
 def baseline(dataset: str) -> tuple[float, float]:
-    """Return the best C on `val` of logistic regression on gray pixels, and its test error."""
+    """Fit logistic regression on gray pixels; return the C that is best on `val`, and its test
+    error."""
     name, seed = "logistic regression", 0
     best = max(PENALTIES, key=lambda c: fit(name, c, seed, dataset, "val")["top1"])
     return best, 100 * (1 - fit(name, best, seed, dataset, "test")["top1"])
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean and the ends of the t-interval."""
+    """Return the mean and both ends of its 95 % t-interval."""
     ends = stats.ttest_1samp(values, 0).confidence_interval(0.95)
     return float(np.mean(values)), float(ends.low), float(ends.high)
 
@@ -60,10 +61,10 @@ class Comparison:
     values: "pd.Series[float]"
     side: Literal["above", "below"]
     arms: tuple[str, ...]
-    """Arms that must beat the baseline."""
+    """Arms (groups of runs) that must beat the baseline."""
     bound: float = 0.0
     equal: float = 1.0
-    """Means are equal if the interval of `values` is between -equal and equal."""
+    """Two means count as equal if the interval of `values` is between -equal and equal."""
 
     @property
     def p(self) -> float:
@@ -91,8 +92,8 @@ def difference(
 def decide(
     comparisons: Sequence[Comparison], weak: Set[str]
 ) -> tuple[dict[str, set[str]], list[str]]:
-    """Return the outcomes of each rule, and the table of the comparisons. Comparisons of a weak arm
-    are not tested, and Holm's correction does not count them."""
+    """Return the outcome of each rule, and the table of the comparisons. Comparisons of an arm that
+    does not beat the baseline are not tested, and Holm's correction does not count them."""
     is_tested = [weak.isdisjoint(each.arms) for each in comparisons]
     p = holm(pd.Series([each.p for each in comparisons]).where(is_tested))
     rows, outcomes = [], defaultdict[str, set[str]](set)
@@ -227,7 +228,7 @@ def width(results: pd.DataFrame) -> list[str]:
 
 
 BATCHES = [f"{schedule}-{epochs}" for schedule in ("cosine", "constant") for epochs in (10, 40)]
-"""The cases of rule 6 in `mlp`."""
+"""Cases of rule 6 in `mlp`."""
 
 
 def mlp(results: pd.DataFrame) -> list[str]:

@@ -24,7 +24,7 @@ T = TypeVar("T")
 Rates = dict[str, list[float]]
 HERE = Path(__file__).parent
 DATA = HERE / ".data"
-"""Datasets that benchmarks make; git ignores it."""
+"""Folder of datasets that benchmarks make; git ignores it."""
 PEERS = (
     "litdata==0.2.76",
     "mosaicml-streaming==0.10.0",
@@ -37,7 +37,8 @@ PEERS = (
     "webdataset==1.0.2",
 )
 FFCV = "ffcv==1.0.2"
-"""Needs a compiler and libraries: apt-get install libturbojpeg0-dev libopencv-dev pkg-config."""
+"""Packages of FFCV. They need a compiler and libraries: apt-get install libturbojpeg0-dev
+libopencv-dev pkg-config."""
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
@@ -58,13 +59,13 @@ def arguments(description: str) -> argparse.Namespace:
 
 
 def sized(options: argparse.Namespace, *, full: T, quick: T, dry: T) -> T:
-    """Return the value for the requested size."""
+    """Return `dry` with --dry-run, `quick` with --quick, otherwise `full`."""
     return dry if options.dry_run else quick if options.quick else full
 
 
 def peer_python() -> Path:
-    """Return an interpreter with the peers. The first call makes benchmarks/.venv. A peer without
-    its package fails later and loses its row."""
+    """Return a Python interpreter with the peers' packages. The first call makes benchmarks/.venv.
+    A peer whose package is missing fails later and has no row."""
     environment = HERE / ".venv"
     python, record = environment / "bin" / "python", environment / "packages.txt"
     wanted = "\n".join((*PEERS, FFCV))
@@ -120,7 +121,7 @@ def ratios(found: Rates, name: str, against: Iterable[str]) -> str:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows of text, the machine, the commit and the load."""
+    """Print rows of text, then the machine, the commit and the load."""
     table = Table(title=title, title_justify="left", box=None, header_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
@@ -150,7 +151,7 @@ def report(title: str, found: Rates, *, unit: str, against: str, headline: str) 
 
 
 def keep(figures: dict[str, float]) -> None:
-    """Append figures to the file that benchmarks/gpu.py names."""
+    """Append figures to the file that benchmarks/gpu.py has chosen."""
     with open(os.environ.get("BENCHMARK_FIGURES", os.devnull), "a") as file:
         print(json.dumps(figures), file=file)
 
@@ -166,8 +167,8 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """Return the commit. A copy without git sets COMMIT. Changes to docs/measured.md do not count,
-    because benchmarks write to it."""
+    """Return the commit; a copy without git sets COMMIT instead. Changes to docs/measured.md are
+    ignored, because benchmarks write to it."""
     if os.environ.get("COMMIT"):
         return os.environ["COMMIT"]
 

@@ -35,11 +35,11 @@ class Part:
     name: str
     limit_s: int
     words: tuple[str, ...]
-    """Arguments of python."""
+    """Command-line arguments of python."""
 
 
 def parts(*, quick: bool, num_gpus: int) -> list[Part]:
-    """Return all parts, most important first. `quick` has the same commands at small sizes."""
+    """Return all parts, most important first. `quick`: the same commands at small sizes."""
     return [*_steps(quick), *_data(quick, num_ranks=num_gpus or 2), *_peers(quick)]
 
 
@@ -140,7 +140,7 @@ def _peers(quick: bool) -> list[Part]:
 
 
 def run(part: Part, *, logs: Path, limit_s: float) -> tuple[dict[str, Any] | None, str]:
-    """Return figures (None if the command failed) and a verdict."""
+    """Run a part; return its figures (None if the command failed) and a verdict."""
     log, figures = logs / f"{part.name}.log", logs.absolute() / f"{part.name}.json"
     figures.unlink(missing_ok=True)
     run_dir = next((Path(word[8:]) for word in part.words if word.startswith("run_dir=")), None)
@@ -179,7 +179,7 @@ def run(part: Part, *, logs: Path, limit_s: float) -> tuple[dict[str, Any] | Non
 
 
 def figures_of_run(run_dir: Path) -> dict[str, Any]:
-    """Return the scores of a run, and the median speeds after the first reading."""
+    """Return the scores of a run, and its median speeds without the first value."""
     found = {}
     if (run_dir / "result.json").exists():
         result = json.loads((run_dir / "result.json").read_text())

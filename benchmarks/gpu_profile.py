@@ -33,7 +33,7 @@ from pretrain.ranks.world import read_world
 
 RECIPE = AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8)
 STEP, PRODUCT = "step", "large product"
-"""Contestants: images per second, and FLOPs per second."""
+"""Names of the contestants: training step (images/s) and matrix product (FLOP/s)."""
 
 
 def synthetic_batch(count: int, size: int, num_classes: int) -> Batch:

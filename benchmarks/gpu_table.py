@@ -23,14 +23,14 @@ class Row:
     claim: str
     goal: str
     parts: tuple[str, ...]
-    """Names of the parts with the arguments of `value`."""
+    """Names of the parts whose figures `value` takes."""
     value: Callable[..., Any]
-    """Function of the parts' figures. It returns None if the figure needs a GPU."""
+    """Function that computes the value from the parts' figures, or None if these need a GPU."""
     form: str = "{:.2f} x"
     is_met: Callable[[float], bool] | None = None
 
     def cells(self, found: dict[str, Any]) -> tuple[str, str]:
-        """Return (value, verdict)."""
+        """Return the cells (value, verdict) of the row."""
         missing = [name for name in self.parts if name not in found["figures"]]
         if failed := [name for name in missing if name in found["failed"]]:
             return f"failed: {', '.join(failed)}", ""
@@ -118,12 +118,12 @@ ROWS = (
 
 
 def kind_of(found: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the facts that all figures of one table share."""
+    """Return commit, machine and other properties that all figures of a table share."""
     return tuple(found.get(key) for key in ("machine", "commit", "num_gpus", "is_dry_run"))
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the table, a row for each claim."""
+    """Return the table with a row for each claim."""
     count = f"{found['num_gpus']} x " if found["num_gpus"] else ""
     place = f"{count}{found['machine']}, torch {found.get('torch', 'unknown')}, commit {found['commit']}, {found['date']}"  # fmt: skip
     head = f"On {place}; all ratios are between figures of this machine and commit."
@@ -136,7 +136,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def write_table(found: dict[str, Any], page: Path = PAGE, *, into: Path | None = None) -> None:
-    """Replace the table on the page, or write a copy of the page to `into`."""
+    """Replace the table in docs/measured.md, or write a copy of that page to `into`."""
     text = page.read_text()
     before, began, rest = text.partition(BEGIN)
     _, ended, after = rest.partition(END)
@@ -146,7 +146,7 @@ def write_table(found: dict[str, Any], page: Path = PAGE, *, into: Path | None =
 
 
 def together(places: list[Path]) -> dict[str, Any]:
-    """Return the figures of several calls on one machine and commit."""
+    """Merge the figures of several calls on one machine and commit."""
     every = [json.loads(place.read_text()) for place in places]
     if len(kinds := {kind_of(each) for each in every}) > 1:
         sys.exit(f"--table: the files are from different machines or commits: {kinds}")

@@ -19,12 +19,14 @@ from data_prep.cli import main as data_prep
 
 CORES = len(os.sched_getaffinity(0))
 SAMPLES_PER_SHARD = 512
-"""A batch takes few samples from each of many shards, as in a large dataset."""
+"""Number of samples per shard. It is small, so that a batch takes few samples from each of many
+shards, as in a large dataset."""
 STEEPNESS = 1.6
 
 
 def photograph(number: int, height: int, width: int) -> Image.Image:
-    """Return noise whose amplitude falls with frequency. Brightness varies more than color."""
+    """Return a noise image whose amplitude falls with frequency, as in photographs. Brightness
+    varies more than color."""
     generator = np.random.default_rng(number)
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
     frequency[0, 0] = 1

@@ -29,7 +29,7 @@ from serving import Answer, PeerError, Server, Task
 OURS, COPY, DECODER = "ours", "random copy", "libjpeg-turbo"
 LIMITS = {"raw": COPY, "recipe": "", "jpeg": DECODER}
 OF_OURS = (OURS, COPY, DECODER)
-"""Contestants of ours.py."""
+"""Contestants that ours.py serves."""
 PEERS = ("FFCV", "MosaicML streaming", "litdata", "webdataset", "ImageFolder")
 MIXED_BY_TORCH = "FFCV, mixed by torch"
 FAST = (OURS, "FFCV", COPY)
@@ -42,7 +42,7 @@ def server(name: str) -> Server:
 
 
 def write_for(peer: str, task: Task) -> None:
-    """Write the dataset in the peer's format, if it has a format and the files do not exist."""
+    """Write the dataset in the peer's format, unless it needs none or the files exist."""
     out = task.written_by(peer)
     if peer in ("FFCV", "MosaicML streaming", "litdata") and not out.exists():
         temporary = out.with_name(f"{out.name}.tmp")
@@ -71,7 +71,7 @@ class Contestant:
 
 
 def tasks(options: argparse.Namespace) -> dict[str, tuple[Task, Task]]:
-    """Return (task, task of the slow loaders) by kind."""
+    """For each kind of data, return the task, and a smaller task for slow loaders."""
     num_raw, num_jpeg = (1024, 256) if options.dry_run else (40_960, 8_192)
     batch, jpeg_batch = (64, 32) if options.dry_run else (1024, 256)
     num_few = min(num_raw, sized(options, full=4, quick=2, dry=1) * 1024 * CORES)
@@ -86,7 +86,7 @@ def tasks(options: argparse.Namespace) -> dict[str, tuple[Task, Task]]:
 
 
 def measure(kind: str, task: Task, few: Task, *, rounds: int, seconds: float) -> None:
-    """Run one table and print it."""
+    """Measure the contestants of one table and print it."""
     limit = LIMITS[kind]
     peers = (*PEERS, MIXED_BY_TORCH) if kind == "recipe" else PEERS
     task_of = {

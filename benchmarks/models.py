@@ -44,7 +44,7 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 
 @dataclass(frozen=True)
 class Size:
-    """Images in a batch on a CPU and on a GPU, and classes (default: from the preset)."""
+    """Batch size on a CPU and on a GPU, and number of classes (default: from the preset)."""
 
     cpu: int
     gpu: int
@@ -73,7 +73,7 @@ def step(model: nn.Module, images: Tensor) -> None:
 
 
 def kept_bytes(model: nn.Module, images: Tensor) -> int:
-    """Return the bytes of distinct storages saved for the backward pass."""
+    """Return the bytes of all storages that autograd saves for the backward pass."""
     known = {
         tensor.untyped_storage().data_ptr()
         for tensor in [*model.parameters(), *model.buffers(), images]
@@ -92,7 +92,7 @@ def kept_bytes(model: nn.Module, images: Tensor) -> int:
 
 
 def repeated(run: Callable[[], None]) -> Callable[[], float]:
-    """Return a function that runs steps and returns their number."""
+    """Return a function that runs steps repeatedly and returns their number."""
     times = 10 if ON_GPU else 1
 
     def steps() -> float:
@@ -136,7 +136,7 @@ class Contestants:
             self._add("timm", lambda: timm_mixer(spec, **shapes), compiled=options.compile)
 
     def _add(self, name: str, make: Callable[[], nn.Module | None], *, compiled: str) -> None:
-        """Add the eager and the compiled model."""
+        """Add a model as two contestants: eager and compiled."""
         for is_compiled in (False, True) if compiled != "no" else (False,):
             model = make()
             assert model is not None

@@ -141,8 +141,8 @@ class PlainMixer(nn.Module):
 
 
 def timm_mixer(spec: AnySpec, *, num_classes: int, image_size: int) -> nn.Module | None:
-    """Return timm's MlpMixer of the same shapes, or None for S != S0, permutations, or one layer
-    per mixing."""
+    """Return timm's MlpMixer of the same shapes; None if timm cannot build it (S != S0,
+    permutations, or one layer per mixing)."""
     can = isinstance(spec, MixerSpec) and spec.layers_per_mixing == 2 and spec.num_tokens is None
     if not can or spec.permuted_blocks:
         return None
@@ -167,7 +167,7 @@ def timm_mixer(spec: AnySpec, *, num_classes: int, image_size: int) -> nn.Module
 
 @dataclass(frozen=True)
 class Product:
-    """The forward product of one linear layer: (rows, inputs) x (inputs, outputs)."""
+    """Shape of the forward product of one linear layer: (rows, inputs) x (inputs, outputs)."""
 
     rows: int
     inputs: int
@@ -179,7 +179,7 @@ class Product:
 
 
 def products_of(model: nn.Module, images: Tensor) -> list[Product]:
-    """Run a forward pass, and return its products in order."""
+    """Run a forward pass, and return the shapes of its products in order."""
     found: list[Product] = []
 
     def note(layer: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> None:

@@ -47,7 +47,7 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def fetched(data: TrainingData, *, num_nodes: int, folder: Path) -> list[int]:
-    """Return the largest number of bytes that a node fetches in each of two epochs."""
+    """Return, for each of two epochs, the largest number of bytes that one node fetches."""
     plan = BatchPlan(
         BATCH,
         BATCH // (RANKS_PER_NODE * num_nodes),

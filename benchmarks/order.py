@@ -43,7 +43,7 @@ SHUFFLES = (
     ("full", 8192, 16, 32),
     ("block", 8192, 16, 32),
 )
-"""Shuffle, samples per block, blocks per window, and canonical streams."""
+"""Tested shuffles: name, samples per block, blocks per window, canonical streams."""
 
 
 def cost(shuffle: str, *, num_steps: int) -> tuple[str, ...]:

@@ -35,8 +35,8 @@ from pretrain.data.reader import ShardReader, open_store
 
 assert aiohttp, fsspec.implementations.http  # imported before the clock starts
 PREFETCH, IDLE_S = 2, 0.02
-"""Batches to prefetch (three buffers nearly fit the cache of the cores), and a pause that shows
-that another contestant ran."""
+"""Number of batches to prefetch (three buffers nearly fit into the CPU cache), and a pause in
+seconds that means that another contestant has run."""
 BLOCKS = (512, 8)
 """Size and number of the blocks of a block shuffle."""
 RECIPE = AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8)
@@ -44,8 +44,8 @@ NUM_CONNECTIONS = 4
 
 
 class Loader:
-    """An endless iterator of batches. A pass takes as many batches as the samples fill. Batches from
-    the turns of other contestants are dropped."""
+    """Our loader as an endless iterator of batches. A pass has as many batches as the samples fill.
+    Batches that were prefetched while other contestants ran are dropped."""
 
     def open(self, task: Task) -> Any:
         settings = ReadingSettings(
@@ -93,7 +93,7 @@ class Loader:
 
 
 class RandomCopy:
-    """Copies by threads of Python or of torch; `open` chooses the faster ones."""
+    """Copy random rows with threads of Python or of torch; `open` chooses the faster one."""
 
     def open(self, task: Task) -> Any:
         num_pixels = 3 * task.image_size**2
@@ -138,7 +138,7 @@ class RandomCopy:
 
 
 class Decoder:
-    """One decoding process per core. A pass sends one message to each process."""
+    """Decode with one process per core. A pass sends one message to each process."""
 
     def open(self, task: Task) -> Any:
         context, pipes = multiprocessing.get_context("fork"), []

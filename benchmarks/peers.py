@@ -50,7 +50,7 @@ Read = Callable[[str], Any]
 
 
 def pixels(task: Task, path: str) -> np.ndarray:
-    """Return an image in the size of the task."""
+    """Return an image, resized for the task."""
     data = Path(path).read_bytes()
     if path.endswith(".ppm"):
         shape = (task.image_size, task.image_size, 3)
@@ -84,7 +84,7 @@ def to_sample(read: Read, item: Item) -> dict[str, Any]:
 
 
 def mixed(images_BCHW: torch.Tensor) -> torch.Tensor:
-    """Return a batch normalized and mixed with its neighbors by one weight."""
+    """Return the batch, normalized and mixed with its neighbors by one weight (MixUp)."""
     mean = torch.tensor(MEAN).mul(255).view(1, 3, 1, 1)
     scale = torch.tensor(STD).mul(255).reciprocal().view(1, 3, 1, 1)
     normalized = images_BCHW.float().sub_(mean).mul_(scale)
@@ -93,7 +93,7 @@ def mixed(images_BCHW: torch.Tensor) -> torch.Tensor:
 
 
 class ToTensor:
-    """Converts stored bytes or pixels to the tensor that a worker stacks."""
+    """Transform of stored bytes or pixels to the tensor that a worker stacks."""
 
     def __init__(self, task: Task):
         from torchvision.transforms import v2
@@ -123,7 +123,7 @@ def workers(task: Task) -> dict[str, Any]:
 
 
 class Peer:
-    """Writing and loading of samples with one library."""
+    """Base class: write and load samples with one library."""
 
     module = ""
     read = staticmethod(as_stored)
@@ -208,7 +208,7 @@ class FFCV(Peer):
 
 
 class Streaming(Peer):
-    """A library with a StreamingDataset and a StreamingDataLoader."""
+    """Base class for libraries with a StreamingDataset and a StreamingDataLoader."""
 
     def where(self, task: Task) -> dict[str, Any]:
         raise NotImplementedError
@@ -240,7 +240,7 @@ class Mosaic(Streaming):
     module = "streaming"
 
     def write(self, task: Task, read: Read, out: Path) -> None:
-        """Write a directory per process and merge them, as MosaicML documents."""
+        """Write one directory per process and merge them, as MosaicML documents."""
         from streaming.base.util import merge_index
 
         items = task.items()

@@ -34,7 +34,7 @@ import data_prep.cli
 PEERS = ("cv2 -> tars", "PIL -> tars", "FFCV", "MosaicML streaming", "litdata")
 OUT = DATA / "prep-out"
 NUM_NAMES = 6
-"""Names of each image, to have many files of few images."""
+"""Number of files for each image, to have many files of few images."""
 LIMIT = "libjpeg-turbo"
 SERVE_BUILD = f"""
 import sys
@@ -43,7 +43,7 @@ from prep import build
 from serving import serve
 serve({{"build": build}})
 """
-"""Code instead of a file, because workers would import the file."""
+"""Code of the process that builds. It is a string, because workers would import a file."""
 
 
 def photographs(num_different: int) -> Task:
@@ -67,15 +67,15 @@ def ours(task: Task, *settings: str) -> Callable[[], tuple[float, float]]:
 def written(
     command: tuple[str | Path, ...], task: Task, do: str, **words: object
 ) -> tuple[float, float]:
-    """Write OUT in a fresh process; return (files, seconds)."""
+    """Write OUT in a new process; return (files, seconds)."""
     shutil.rmtree(OUT, ignore_errors=True)
     with Server(*command) as server:
         return task.num_samples, server.ask(do, task, out=str(OUT), **words)["seconds"]
 
 
 def peak_memory_mb(files: str) -> float:
-    """Return the peak memory of all processes of our build: PSS (private pages and a fraction of
-    shared pages), ten times a second."""
+    """Return the peak memory of all processes of our build in MB. It is PSS (private pages and a
+    fraction of shared pages), measured ten times a second."""
     shutil.rmtree(OUT, ignore_errors=True)
     words = ["build", "--source", "folder", "--out", str(OUT), f"source.path={files}"]
     build = subprocess.Popen(

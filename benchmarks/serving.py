@@ -20,14 +20,14 @@ from typing import Any
 
 Answer = dict[str, Any]
 PATIENCE_S = 240.0
-"""Time limit of a request. A slower peer counts as hanging."""
+"""Time limit of a request in seconds. A slower peer counts as hanging."""
 CACHE_GB = 0.62
 """Cache size for remote datasets. Our loader requests 32,768 samples in advance."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A dataset, and the batches that a contestant must deliver."""
+    """A dataset, and the kind of batches that a contestant must deliver."""
 
     kind: str
     """raw: stored pixels. recipe: the same images augmented and normalized as float32. jpeg:
@@ -41,13 +41,13 @@ class Task:
     shards: str = ""
     """Dataset of the files, made by `data_prep build`."""
     url: str = ""
-    """Address of the same dataset in stores_link.py; empty for the local dataset."""
+    """URL of the same dataset on the server stores_link.py; empty for the local dataset."""
     cache: str = ""
-    """Empty directory for copies of remote shards."""
+    """Initially empty directory for copies of remote shards."""
     shuffle: str = "full"
 
     def written_by(self, peer: str) -> Path:
-        """Directory of the samples in a peer's format."""
+        """Directory of the samples in the format of a peer."""
         return Path(f"{self.shards}-{peer}-{self.num_samples}")
 
     def items(self) -> list[tuple[str, int]]:
@@ -123,7 +123,7 @@ class PeerError(Exception):
 
 
 class Server:
-    """The benchmark's side of a contestant's process."""
+    """A contestant's process, as seen by the benchmark."""
 
     def __init__(self, *command: str | Path):
         self._log, self._is_ready = tempfile.TemporaryFile("w+"), False

@@ -25,7 +25,7 @@ DENSITIES = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01, 0.001)
 
 
 def steps_of(layer: nn.Module, width: int) -> Callable[[], float]:
-    """Return a function that takes steps for 50 ms and returns their number."""
+    """Return a function that takes training steps for 50 ms and returns their number."""
     x_BN, gradient_BM = torch.randn(BATCH, width, requires_grad=True), torch.randn(BATCH, width)
 
     def run() -> float:
@@ -41,8 +41,8 @@ def steps_of(layer: nn.Module, width: int) -> Callable[[], float]:
 
 
 def kept_bytes(layer: nn.Module) -> int:
-    """Return the bytes of weights, gradient, Lion's state and buffers. A masked layer adds a
-    product for the backward pass."""
+    """Return the bytes of weights, gradient, Lion's state and buffers. For a masked layer, add the
+    product of weights and mask for the backward pass."""
     size = sum(3 * tensor.nbytes for tensor in layer.parameters())
     size += sum(tensor.nbytes for tensor in layer.buffers())
     return size + (layer.weight.nbytes if isinstance(layer, MaskedLinear) else 0)

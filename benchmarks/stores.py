@@ -37,13 +37,13 @@ from stores_link import BYTES_PER_S, LATENCY_S
 
 LOCAL, OURS, PLAIN = "ours, local", "ours, http", "four readers"
 OF_OURS = {LOCAL: "ours", OURS: "ours", PLAIN: PLAIN}
-"""Contestants of ours.py, and their names there."""
+"""Contestants that ours.py serves -> their names in ours.py."""
 PEERS = ("webdataset", "MosaicML streaming", "litdata")
 BATCH_SIZE, SIZE = 1024, 64
 
 
 class Pass:
-    """A contestant's passes, each in a fresh process with an empty cache."""
+    """Passes of one contestant, each in a new process with an empty cache."""
 
     def __init__(self, name: str, task: Task, *, pause_s: float = 0.0):
         self.name, self.task, self.pause_s = name, task, pause_s
@@ -86,7 +86,7 @@ class Pass:
             return dict(json.load(answer))
 
     def _num_bytes(self) -> int:
-        """Return the bytes of the dataset in the contestant's format."""
+        """Return the size of the dataset in bytes in the contestant's format."""
         written = self.task.written_by(self.name)
         files = written.rglob("*.*") if written.exists() else Path(self.task.shards).glob("*.tar")
         return sum(path.stat().st_size for path in files if path.is_file())
@@ -94,7 +94,7 @@ class Pass:
 
 @contextmanager
 def link(root: Path) -> Iterator[str]:
-    """Serve a directory, and yield the address."""
+    """Serve a directory over HTTP, and yield the URL."""
     command = [sys.executable, str(HERE / "stores_link.py"), str(root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None

@@ -24,7 +24,7 @@ BURST_S, PIECE_BYTES = 0.02, 1 << 18
 
 
 class Link:
-    """The state that all connections share."""
+    """State of the simulated link, which all connections share."""
 
     def __init__(self) -> None:
         self._lock, self._free_from_s = threading.Lock(), 0.0
@@ -36,7 +36,7 @@ class Link:
         time.sleep(LATENCY_S)
 
     def transmit(self, num_bytes: int) -> None:
-        """Wait until the link has sent this number of bytes."""
+        """Wait for the time that the link needs to send this number of bytes."""
         with self._lock:
             self._free_from_s = (
                 max(self._free_from_s, time.monotonic() - BURST_S) + num_bytes / BYTES_PER_S

@@ -49,7 +49,7 @@ from pretrain.ranks.world import World, read_world
 
 LABEL_SMOOTHING = 0.3
 AHEAD, NUM_THREADS = 4, min(8, len(os.sched_getaffinity(0)))
-"""Batches in advance and threads of the loader: the defaults of a run."""
+"""Number of prefetched batches and of loader threads: the defaults of a training."""
 T = TypeVar("T")
 
 
@@ -60,9 +60,9 @@ class Case:
     batch: int
     steps: int
     per_class: int
-    """Images per class of the synthetic dataset."""
+    """Number of images per class in the synthetic dataset."""
     num_classes: int | None = None
-    """Classes of the head (default: from the dataset)."""
+    """Number of classes of the head (default: from the dataset)."""
 
 
 def cases(*, on_gpu: bool, quick: bool, is_dry: bool = False) -> dict[str, Case]:
@@ -85,7 +85,7 @@ def cases(*, on_gpu: bool, quick: bool, is_dry: bool = False) -> dict[str, Case]
 
 @dataclass
 class Bench:
-    """Shared objects of the contestants of one case."""
+    """Objects that the contestants of one case share."""
 
     case: Case
     engine: DeepSpeedEngine
@@ -104,8 +104,9 @@ class Bench:
         self.engine.train_step([batch], lr=1e-5)
 
     def from_shards(self) -> tuple[float, float]:
-        """Train from shards with a new loader, so it does not slow other contestants. After the
-        first steps, the loader has as many batches ready when the clock starts as when it stops."""
+        """Train from shards with a new loader, so that it does not slow other contestants. The
+        clock starts after some steps. The loader then has as many batches ready as when the clock
+        stops."""
         with Feed(self.batches(finish_for(self.augmentation)), self.augmentation) as feed:
             run = repeated(self.case, lambda: self.step(next(feed).prepared))
             repeated(self.case, lambda: self.step(next(feed).prepared), times=AHEAD + NUM_AHEAD)()

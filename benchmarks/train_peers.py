@@ -78,7 +78,7 @@ def public_step(
 
 @contextmanager
 def tf32() -> Iterator[None]:
-    """Allow TF32 only inside, because other contestants share the process."""
+    """Allow TF32 only within this context, because other contestants share the process."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True
     try:

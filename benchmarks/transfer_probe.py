@@ -63,7 +63,7 @@ class Bench:
         return self.maker.tables(split, [None])[0]
 
     def compute_features(self) -> Table:
-        """Compute the features again, and return them."""
+        """Compute the features without using cached ones, and return them."""
         shutil.rmtree(self.settings.features_place, ignore_errors=True)
         return self.features()
 
@@ -115,7 +115,7 @@ def prepare(place: Path, *, per_class: int) -> Bench:
 
 
 class PublicWay:
-    """The protocol that *Scaling MLPs* describes, with images in memory."""
+    """Linear probing as *Scaling MLPs* describes it, with images in memory."""
 
     def __init__(self, bench: Bench):
         manifest, backbone = bench.maker.manifest, bench.maker.backbone
@@ -163,7 +163,7 @@ class PublicWay:
 
 
 def done(work: Callable[[], object], units: float = 1.0) -> Callable[[], float]:
-    """Return a contestant that runs `work` and waits for the device."""
+    """Return a contestant that runs `work` and waits until the device is idle."""
 
     def run() -> float:
         work()
@@ -175,7 +175,7 @@ def done(work: Callable[[], object], units: float = 1.0) -> Callable[[], float]:
 
 
 def against_the_public_way(bench: Bench, *, rounds: int) -> float:
-    """Run (a), and return the seconds for features."""
+    """Run comparison (a), and return the seconds for features."""
     cell, public, table = Candidate(LR, 0.0, EPOCHS), PublicWay(bench), bench.features()
     per_round = EPOCHS // (rounds + 1)  # with the warm-up, EPOCHS at most
     found = rates(
@@ -216,7 +216,7 @@ def against_the_public_way(bench: Bench, *, rounds: int) -> float:
 
 
 def features_against_forward(bench: Bench, *, rounds: int) -> None:
-    """Run (c)."""
+    """Run comparison (c)."""
     size, count = bench.maker.backbone.image_size, bench.maker.batch_size
     images, num = torch.randn(count, 3, size, size, device=DEVICE), len(bench.features().labels_N)
     times = max(1, num // count)
@@ -245,7 +245,7 @@ def features_against_forward(bench: Bench, *, rounds: int) -> None:
 
 
 def grid_against_one(bench: Bench, features_s: float, *, rounds: int) -> None:
-    """Run (b)."""
+    """Run comparison (b)."""
     table, grid, rows = bench.features(), candidates_of(bench.settings), []
     assert len(grid) == 25
 

@@ -9,7 +9,7 @@ from data_prep.interrupts import interruptible
 
 main = interruptible("wide-mlps", "cluster.cli")
 OF_SUBMIT = {"submit": "cluster.queue_jobs", "check": "cluster.check"}
-"""Commands of the script cluster/submit -> modules."""
+"""Command of the script cluster/submit -> its module."""
 
 if __name__ == "__main__":
     if module := OF_SUBMIT.get("".join(sys.argv[1:2])):

@@ -27,7 +27,8 @@ def append_attempt(path: Path, line: Mapping[str, object]) -> None:
 
 
 def read_attempts(path: Path) -> list[dict[str, Any]]:
-    """Return `began` (a mark), `restart`, `how` and `seconds` of each attempt, in order."""
+    """Return one dict for each attempt, in order: `began` (its mark), `restart`, `how` and
+    `seconds`."""
     attempts: list[dict[str, Any]] = []
     try:
         lines = path.read_text().splitlines()
@@ -44,14 +45,15 @@ def read_attempts(path: Path) -> list[dict[str, Any]]:
 
 
 def has_trained(attempts: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if an attempt had running ranks: they ended it, or a later attempt found more
+    """Return True if ranks ran in an attempt: it was ended by them, or a later attempt found more
     checkpoints."""
     is_new = len({each["began"] for each in attempts if each["began"] != UNKNOWN}) > 1
     return is_new or any(each["how"] not in ("bad-node", "busy", "lost") for each in attempts)
 
 
 def give_up_reason(attempts: Sequence[Mapping[str, Any]], *, mark: str, limit: int) -> str | None:
-    """Return None while the job may start again. Only the last attempts at this mark count."""
+    """Return the reason to give up, or None if the job may start again. Only the last attempts with
+    the present mark count."""
     idle: list[str] = []
     for each in reversed(attempts):
         if each["began"] not in (mark, UNKNOWN):

@@ -18,17 +18,17 @@ from cluster.slurm import SlurmError, facts, slurm
 from cluster.submission import WARNING, Submission, read_submission
 
 LOCAL_LOCKS = ("localflock", "nolock", "local_lock=all", "local_lock=flock")
-"""Mount options of Lustre and NFS that limit a lock to its own node."""
+"""Mount options of Lustre and NFS that make a lock visible only on its own node."""
 OLDEST_DRIVER = {11: "450.80", 12: "525.60", 13: "580.65"}
-"""Major version of CUDA -> the oldest driver that runs any of its minor versions (NVIDIA)."""
+"""Major version of CUDA -> oldest NVIDIA driver that runs all of its minor versions."""
 BUILD = "cu128"
-"""Build of torch for drivers of CUDA 12. torch no longer has one for CUDA 11."""
+"""Build of torch for drivers of CUDA 12. The current torch has no build for CUDA 11."""
 
 
 class Finding(NamedTuple):
     check: str
     verdict: str
-    """Result of a check: ok, warning, or FAULT, which stops or spoils jobs."""
+    """Result of a check: ok, warning, or FAULT. A FAULT stops or spoils jobs."""
     text: str
     fix: str = ""
 
@@ -48,7 +48,8 @@ def main(arguments: list[str]) -> int:
 
 
 def check_python(_: Submission, environment: Mapping[str, str]) -> Iterable[Finding]:
-    """Check the command RANK_PYTHON if site.env sets it, otherwise .venv."""
+    """Check the Python of the ranks: the command RANK_PYTHON if site.env sets it, otherwise
+    .venv."""
     words = shlex.split(environment.get("RANK_PYTHON", ""))
     is_laid_out = Path("cluster/snapshot").is_symlink()  # made by `wide-mlps init`
     problem, fix = "", "wide-mlps init ." if is_laid_out else "sh install.sh"
@@ -72,7 +73,8 @@ def check_python(_: Submission, environment: Mapping[str, str]) -> Iterable[Find
 
 
 def _has_lock() -> bool:
-    """Return True if .venv is of this lock. A checkout changes dates without changing files."""
+    """Return True if .venv was installed from this requirements.lock. The content is compared,
+    because a checkout changes dates."""
     stamp, lock = Path(".venv/.installed"), Path("requirements.lock")
     if not lock.exists() or stamp.stat().st_mtime >= lock.stat().st_mtime:
         return True
@@ -82,7 +84,8 @@ def _has_lock() -> bool:
 
 
 def check_driver(_: Submission, environment: Mapping[str, str]) -> Iterable[Finding]:
-    """Compare the driver, if known, with torch's CUDA. A container has its own torch."""
+    """Check that the driver, if it is known, supports torch's CUDA version. Skip the check for a
+    container, because it has its own torch."""
     driver, cuda = find_driver(environment), cuda_of_torch(Path(".venv"))
     if driver and cuda and "RANK_PYTHON" not in environment:
         yield compare_driver(driver, cuda)
@@ -103,7 +106,7 @@ def compare_driver(driver: str, cuda: str) -> Finding:
 def find_driver(
     environment: Mapping[str, str], *, loaded: Path = Path("/proc/driver/nvidia/version")
 ) -> str | None:
-    """Return CUDA_DRIVER of site.env, or else the driver that this node has loaded."""
+    """Return CUDA_DRIVER from site.env, or else the version of the driver loaded on this node."""
     if "CUDA_DRIVER" in environment:
         return environment["CUDA_DRIVER"]
     if loaded.exists():
@@ -118,7 +121,7 @@ def find_driver(
 
 
 def cuda_of_torch(venv: Path) -> str | None:
-    """Return torch's CUDA version without the slow import; None without CUDA."""
+    """Return torch's CUDA version without importing torch, which is slow; None without CUDA."""
     for path in venv.glob("lib/python3*/site-packages/torch/version.py"):
         if found := re.search(r"^cuda\b.*= *'([\d.]+)'", path.read_text(), flags=re.MULTILINE):
             return found[1]
@@ -130,7 +133,7 @@ def _parts(version: str) -> tuple[int, ...]:
 
 
 def check_locks(submission: Submission, _env: Mapping[str, str]) -> Iterable[Finding]:
-    """Check the mount options of the directories that jobs write."""
+    """Check that file locks work in the directories that jobs write."""
     places, found = [".", "jobs", "runs", "data"], {}
     for word in submission.arguments:
         key, _, value = word.partition("=")
@@ -151,7 +154,7 @@ def check_locks(submission: Submission, _env: Mapping[str, str]) -> Iterable[Fin
 
 
 def check_slurm(submission: Submission, environment: Mapping[str, str]) -> Iterable[Finding]:
-    """Test the submission, or every job script, with sbatch."""
+    """Test the submission (or, without one, every job script) with sbatch --test-only."""
     missing = [name for name in ("sbatch", "srun", "scontrol", "squeue") if not shutil.which(name)]
     if missing:
         fix = "run module load slurm, or ask the site; to use only this machine: wide-mlps run PLAN"
@@ -201,7 +204,7 @@ def check_slurm(submission: Submission, environment: Mapping[str, str]) -> Itera
 
 
 def check_job(submission: Submission, environment: Mapping[str, str]) -> Iterable[Finding]:
-    """Check config, data, batch and queue with the jobs' Python."""
+    """Check config, data, batch and queue of a submission with the Python of the jobs."""
     if not submission.script or not Path(submission.script).is_file():
         return
     if not os.access(".venv/bin/python", os.X_OK):

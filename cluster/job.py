@@ -64,13 +64,14 @@ from cluster.slurm import (
 from data_prep import console
 
 BAD_INPUT, NAMED_BAD, BUSY = 2, 3, 75
-"""Exit codes of a wrong config, of the pre-flight, and of ranks whose run another attempt holds."""
+"""Exit codes: wrong config; pre-flight check found bad nodes; another attempt holds the lock of the
+run."""
 PATIENCE = 18
-"""Number of requests to SLURM, ten seconds apart."""
+"""Number of repeated requests to SLURM, ten seconds apart."""
 
 
 class End(Exception):  # noqa: N818
-    """The end of this attempt, with its exit code; the text is for the log."""
+    """The end of this attempt, with its exit code. The text is printed in the log."""
 
     def __init__(self, text: str, code: int = 1):
         super().__init__(text)
@@ -79,15 +80,15 @@ class End(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Allocation:
-    """Values that SLURM and cluster/site.env give to this attempt."""
+    """Values for this attempt from SLURM and cluster/site.env."""
 
     script: str
     number: str
     array: str
-    """Number of the array, or of the job."""
+    """Job number of the array, or of the job if it is no array."""
     task: str | None
     span: tuple[int, int, int]
-    """First and last task of the array, and their count."""
+    """First task, last task and number of tasks of the array."""
     restarts: int
     node: str
     nodelist: str
@@ -99,21 +100,19 @@ class Allocation:
     idle_limit: int
     preflight_s: int
     wait_s: int
-    """Seconds after the first rank's end until hanging ranks are killed."""
+    """Seconds between the first rank's end and the kill of hanging ranks."""
     cache: str
     python: list[str]
     """Command that starts Python on a node under srun."""
     srun_options: list[str]
     local_python: list[str]
-    """Command that starts Python in this script."""
+    """Command that starts Python in this script, outside srun."""
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str]) -> Allocation:
-        """Read all variables; RANK_PYTHON and SRUN_OPTIONS put Python into a container.
-
-        Pyxis makes containers only in srun. If SRUN_OPTIONS is set, this script therefore uses
-        .venv, or else a step of one task.
-        """
+        """Read the environment. RANK_PYTHON or SRUN_OPTIONS run Python in a container. Pyxis makes
+        containers only under srun. If SRUN_OPTIONS is set, this script therefore runs Python from
+        .venv, or, without .venv, in an srun step of one task."""
         get = environment.get
         number, task = environment["SLURM_JOB_ID"], get("SLURM_ARRAY_TASK_ID")
         first, last, count = (
@@ -160,7 +159,7 @@ class Allocation:
         return Path("jobs", self.label)
 
     def for_ranks(self) -> dict[str, str]:
-        """Return the variables that ranks inherit in addition to those of this script."""
+        """Return the environment variables that ranks get in addition to the script's."""
         # Compiled kernels: on the node itself, because locks on NFS stall, and in our own
         # directory, because they are code.
         names = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
@@ -186,13 +185,13 @@ class Job:
     def __init__(self, allocation: Allocation, words: list[str]) -> None:
         self.at = allocation
         self.words = words[1:] if words[0] in ("grid", "data_prep") else words[2:]
-        """Words after the job script, for a successor."""
+        """Arguments of the job script, also for a successor job."""
         self.directory, self.num_nodes = allocation.directory, allocation.num_nodes
         self.directory.mkdir(parents=True, exist_ok=True)
         self.has_begun, self.stopped, self.began_s = False, False, time.monotonic()
         self.step: subprocess.Popen[bytes] | None = None
         self.answer: dict[str, Any] = {}
-        """Reply of cluster.resolve about the command."""
+        """Output of cluster.resolve: the resolved command."""
         # each rank sees all GPUs, whatever the request
         tres = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU")
         for name in (*tres, "SLURM_TRES_PER_TASK"):
@@ -200,8 +199,8 @@ class Job:
         os.environ.update(allocation.for_ranks())
 
     def receive(self, number: int, _frame: object) -> None:
-        """Pass USR2 on to srun, which signals all ranks. NCCL uses USR1, and at TERM srun would
-        kill them. At preemption, sites send either."""
+        """Forward a signal to srun as USR2, which srun sends to all ranks. USR1 is used by NCCL,
+        and at TERM srun would kill the ranks. At preemption, a site sends TERM or USR2."""
         del number
         self.stopped = True
         if self.step is not None:
@@ -213,7 +212,7 @@ class Job:
     # ---- this node
 
     def resolve(self, words: list[str]) -> dict[str, Any]:
-        """Check the config and return the command as cluster.resolve describes it."""
+        """Check the config and return the command, as described in cluster.resolve."""
         kept = f"--kept={self.at.snapshot}"
         code, answer = self.run_python("-m", "cluster.resolve", "--starting", kept, *words)
         if not code:
@@ -242,8 +241,8 @@ class Job:
         return done.returncode, done.stdout
 
     def blame_node(self, reason: str, *, once: bool = False) -> End:
-        """Start again without this node. `once`: if another node has the same fault, the cause is
-        the config."""
+        """Requeue the job without this node. `once`: if a second node has the same fault, assume
+        that the config is the cause."""
         others = [node for node, why in self.bad_nodes() if why == reason]
         if others and once:
             return End(f"{reason}; also on {','.join(others)}", BAD_INPUT)
@@ -263,7 +262,7 @@ class Job:
     # ---- ranks
 
     def place_ranks(self, per_node: int | None = None) -> None:
-        """Set the number of ranks, their CPUs, and the address of their rendezvous."""
+        """Set the number of ranks, CPUs per rank, and the address at which ranks meet."""
         environment = os.environ
         self.ranks = per_node or self.at.ranks_per_node or self.at.gpus or 1
         self.nodes = expand_hosts(self.at.nodelist)
@@ -330,7 +329,7 @@ class Job:
         return code if code >= 0 else 128 - code
 
     def show_first_failure(self, ends: Path, log: str) -> None:
-        """Show the rank with the earliest bad end, and its last lines."""
+        """Print the rank that failed first, with the last lines of its log."""
         found = [json.loads(path.read_text()) for path in ends.iterdir()]
         if not found:
             self.log("no rank has recorded its end (see srun's lines above): a node may be lost")
@@ -344,7 +343,7 @@ class Job:
         print("".join(f"    {line}\n" for line in lines[-20:]), end="", flush=True)
 
     def preflight(self) -> None:
-        """End the attempt if a node is bad."""
+        """Run the pre-flight check, and end this attempt if a node is bad."""
         known = len(self.bad_nodes())
         words = ["-m", "cluster.preflight", str(self.directory), "--nodes", ",".join(self.nodes)]
         words += [f"--read={path}" for path in self.answer["reads"]]
@@ -360,7 +359,7 @@ class Job:
             self.log(f"WARNING: the pre-flight check failed to run ({code}); continuing")
 
     def run_ranks(self, words: list[str], *, with_preflight: bool) -> int:
-        """Return the exit code of the ranks, after the pre-flight."""
+        """Run the pre-flight check and the ranks; return the exit code of the ranks."""
         self.give_up_if_idle()  # earlier attempts may have ended without a record
         before = self.attempts()
         if before and before[-1]["how"] == "lost":
@@ -380,7 +379,7 @@ class Job:
         return self.run_step("rank", words, wait_s=self.at.wait_s, cache=self.at.cache)
 
     def end(self, code: int, *, is_finished: bool) -> int:
-        """Return the job's exit code if it is finished or cannot be; otherwise start again."""
+        """Return the job's exit code if it is finished or cannot finish; otherwise requeue it."""
         place = self.answer["writes"]
         if is_finished:
             self.end_start("finished")
@@ -405,7 +404,7 @@ class Job:
         return read_attempts(self.directory / "attempts.jsonl")
 
     def mark(self) -> str:
-        """Return a checksum that changes if an attempt makes progress."""
+        """Return a checksum of the run's files that changes if this attempt makes progress."""
         if not self.answer:
             return UNKNOWN
         if self.answer["work"]:  # of a build
@@ -431,11 +430,10 @@ class Job:
         self.record(event="begin", nodes=self.at.nodelist)
 
     def end_start(self, how: str) -> None:
-        """Record the end, unless the next attempt has begun.
-
-        SLURM counts an attempt when it requeues the job, so a requeued attempt records its end. An
-        attempt whose node was frozen may wake up after the next has begun.
-        """
+        """Record the end of this attempt in attempts.jsonl, unless the next attempt has begun.
+        SLURM counts an attempt when it requeues the job, so a requeued attempt still records its
+        end. The next attempt may have begun before this one ends, for example if this node was
+        frozen."""
         newest = self.at.restarts
         with suppress(SlurmError):
             newest = int(about_job(self.at.label).get("Restarts", newest))
@@ -463,7 +461,8 @@ class Job:
         return "its ranks received a signal"
 
     def start_again(self, how: str) -> End:
-        """Requeue the job and return the end of this attempt, or raise the reason why not."""
+        """Requeue the job and return the end of this attempt; raise an error if the job must not
+        start again."""
         if not self.has_begun:
             # each attempt counts; otherwise an early failure would be repeated for ever
             self.begin_start()
@@ -536,7 +535,7 @@ class Job:
         return End("", 0)
 
     def refuse_if_too_few(self, bad: list[str], about: dict[str, str]) -> None:
-        """End a job with too few good nodes: it would pend for ever."""
+        """End a job that has too few good nodes, because it would pend forever."""
         wanted = expand_hosts(about["ReqNodeList"]) if "ReqNodeList" in about else []
         if wanted := sorted(set(wanted) & set(bad)):
             problem = f"--nodelist requests {','.join(wanted)}, which is bad"
@@ -552,8 +551,8 @@ class Job:
             raise End(f"not started again: {problem}; submit it again with fewer --nodes")
 
     def exclude(self, nodes: str) -> None:
-        """Exclude nodes from the next attempt. SLURM allows this only for a pending job. The job is
-        pending now, and this process may continue for KillWait."""
+        """Exclude nodes from the next attempt. SLURM allows this only for a pending job. After the
+        requeue the job is pending, and this process may still run for KillWait."""
         for _ in range(20):
             with suppress(SlurmError):
                 slurm("scontrol", "update", f"JobId={self.at.label}", f"ExcNodeList={nodes}")
@@ -564,16 +563,16 @@ class Job:
 
 
 PROGRESS = ("checkpoints/latest", "result.json")
-"""Files of a run that change with progress."""
+"""Files of a run that change when it makes progress."""
 
 
 def was_stopped(code: int) -> bool:
-    """Return True for an exit by a signal, or as after Ctrl-C."""
+    """Return True if the exit code means a signal or Ctrl-C."""
     return code in (130, 138, 140, 143, -2, -10, -12, -15)
 
 
 def free_port(port: int) -> int:
-    """Return the first free port from `port` upwards."""
+    """Return the first free port at or above `port`."""
     while True:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)):
@@ -585,7 +584,7 @@ def free_port(port: int) -> int:
 
 
 def run_command(job: Job, words: list[str]) -> int:
-    """Run a command, or a member of a grid, until its result is complete."""
+    """Run a command, or one run of a grid, until its result is complete."""
     if words[0] == "grid":
         words = [*words, job.at.task or ""]
     answer, at = job.resolve(words), job.at
@@ -614,14 +613,14 @@ def run_command(job: Job, words: list[str]) -> int:
 
 
 def draw(job: Job, words: list[str]) -> int:
-    """Draw a figure on this node. A killed attempt leaves no files."""
+    """Draw a figure on this node. If an attempt is killed, it leaves no partial files."""
     kept = f"--kept={job.at.snapshot}"
     return subprocess.run([*job.at.local_python, "-m", *words, kept], check=False).returncode
 
 
 def continue_plan(job: Job, words: list[str]) -> int:
-    """Queue the next wave of a plan (queue_jobs.py), outside of containers, because it calls
-    SLURM."""
+    """Submit the next jobs of a plan (see queue_jobs.py). This runs outside of containers, because
+    it calls SLURM."""
     path, since, *options = words[2:]
     os.environ.update(PLAN_KEPT=str(job.at.snapshot), PLAN_SINCE=since)
     command = [".venv/bin/python", "-m", *words[:2], *options, path]
@@ -632,7 +631,7 @@ def continue_plan(job: Job, words: list[str]) -> int:
 
 
 def prepare(job: Job, words: list[str]) -> int:
-    """Build this task's part of a dataset, or merge and verify the parts."""
+    """Build this array task's shards of a dataset, or merge and verify all shards."""
     part, _, task = words[1].partition("=") if words[1:] else ("", "", "")
     part, at = part if part in ("--parts", "--merge") else "", job.at
     words = words[2:] if part else words[1:]
@@ -660,8 +659,8 @@ def prepare(job: Job, words: list[str]) -> int:
 
 
 def submit_merge(job: Job, words: list[str]) -> None:
-    """Submit the merge once, from the array's first task. If an attempt is killed between the two
-    lines, there are two merges, which run one after the other."""
+    """Submit the merge job once, from the first task of the array. If this attempt is killed
+    between submitting and recording, there are two merges, which run one after the other."""
     noted = Path("jobs", job.at.array, "merge")
     if noted.exists():
         return

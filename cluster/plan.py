@@ -1,6 +1,5 @@
-"""`wide-mlps list` and `run`: a plan on this machine, one member after the other.
-
-Both skip finished members, so you can interrupt any run and repeat the same command.
+"""`wide-mlps list` and `run`: show or run a plan on this machine, one run after the other. Both
+skip finished runs, so you can interrupt any run and repeat the same command.
 """
 
 import argparse
@@ -40,21 +39,20 @@ def show(options: argparse.Namespace) -> int:
 
 
 class Here:
-    """Runs commands and passes signals on, so that a training can save.
-
-    The terminal itself sends Ctrl-C to the command; this process passes other signals on.
-    """
+    """Runs commands on this machine and forwards signals, so that a training can save. Ctrl-C
+    reaches the command directly from the terminal; other signals are forwarded."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
-        """Signals that end the complete plan."""
+        """Received signals that end the complete plan."""
         self._process: subprocess.Popen[bytes] | None = None
         keep("")  # the command prints what it keeps
         for number in heeded_signals():
             signal.signal(number, self._receive)
 
     def run(self, words: list[str]) -> int:
-        """Return the exit code of `python -m WORDS`; after a signal, the code that shells use."""
+        """Run `python -m WORDS` and return its exit code; after a signal, the code that shells
+        use."""
         if self.received:
             return INTERRUPTED
         print(f"$ {shlex.join(words)}", flush=True)
@@ -71,7 +69,7 @@ class Here:
 
 
 def num_gpus() -> int:
-    """Return the number of GPUs that this process may use, without importing torch."""
+    """Return the number of GPUs that this process can use, without importing torch."""
     words, visible = ["nvidia-smi", "-L"], os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         found = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -82,8 +80,8 @@ def num_gpus() -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run all members. A failed member stops later stages, because most need it, but not the other
-    members of its stage."""
+    """Run all members (single runs of the plan). If one fails, the other members of its stage still
+    run, but later stages do not, because most need it."""
     plan = load_checked(options.file, is_demo=options.demo)
     ranks = options.ranks or num_gpus() or 1
     if missing := plan.missing():
@@ -119,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_stage(plan: Plan, number: int, here: Here, *, ranks: int) -> Iterator[list[str]]:
-    """Yield the title, the outcome and the place of each member."""
+    """Run the members of a stage; yield title, outcome and output directory of each."""
     stage = plan.stages[number]
     for member in stage.members:
         work, title, outcome = member.work, stage.title(member), "finished before"
@@ -137,7 +135,7 @@ def _run_stage(plan: Plan, number: int, here: Here, *, ranks: int) -> Iterator[l
 
 
 def _run_work(work: Work, here: Here, *, ranks: int) -> int:
-    """Run the commands of a member until one fails; return the last exit code."""
+    """Run the commands of a member until one fails. Return the last exit code."""
     mark = _unverified(work)
     if work.kind == "build":
         mark.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +147,8 @@ def _run_work(work: Work, here: Here, *, ranks: int) -> int:
 
 
 def _unverified(work: Work) -> Path:
-    """Return the file that exists from the start of a build until `data_prep verify` has passed."""
+    """Return the path of a file that exists from the start of a build until `data_prep verify` has
+    passed."""
     return Path("jobs/unverified") / str(Path(work.writes).absolute()).replace("/", "%")
 
 

@@ -55,7 +55,7 @@ def _several(value: object) -> object:
 
 
 _EACH: Mapping[str, Kind] = {"pretrained": "pretrain", "finetuned": "tune"}
-"""Axes over the runs of a section."""
+"""Axis of `for_each` -> kind of the runs."""
 _SEVERAL = BeforeValidator(_several, json_schema_input_type=str | list[str])
 
 
@@ -63,37 +63,39 @@ class Entry(Settings):
     config: Annotated[tuple[str, ...], _SEVERAL] = Field(
         min_length=1, examples=["configs/probe/demo.yaml"]
     )
-    """Config that members change. Several configs are the first axis, `config`, labeled by their
-    file names."""
+    """Config of the runs. A list of configs is the first axis of a grid, `config`, labeled by file
+    names."""
     overrides: tuple[str, ...] = Field((), examples=[["train.duration=2 epochs"]])
-    """Settings of all members as key.path=value, as on the command line."""
+    """Settings for all runs of the entry, as key.path=value."""
     for_each: Literal["pretrain", "finetune"] | None = None
-    """Add an axis of all runs of this section, each seed included. The axis is `pretrained` or, for
-    knn, evaluate and export, `finetuned`. `evaluate` also takes the dataset and split of each run's
-    evaluation, unless the entry sets them."""
+    """Use each run of this section (each seed, too) as an axis of the grid. The axis is named
+    `pretrained` or, for knn, evaluate and export, `finetuned`. `evaluate` then takes dataset and
+    split from each run's evaluation, unless the entry sets them."""
     checkpoints: tuple[str, ...] = Field((), examples=[["50 epochs", "100 epochs"]])
-    """Use these checkpoints of each run instead of the last one. Each value is a length of
-    checkpoint.milestones. {pretrained} or {finetuned} in run_dir ends with the length."""
+    """Milestone checkpoints of each run to use instead of the last one (see checkpoint.milestones).
+    In run_dir, {pretrained} or {finetuned} then ends with the length."""
     grid: dict[str, Any] = Field(default_factory=dict, examples=[{"optimizer.lr": [0.0001, 0.001]}])
-    """Axes: a setting with a list of values, or any name with cases ({case: {setting: value, ...},
-    ...})."""
+    """Grid axes: a setting with a list of values, or any name with cases ({case: {setting: value,
+    ...}, ...}). Every combination is a run. Not for prepare."""
     seeds: tuple[int, ...] | None = Field(None, min_length=1, examples=[[0, 1, 2]])
-    """Seeds of the training (pretrain, finetune), the heads (probe) or the views (evaluate)."""
+    """Repeat each run with these seeds, which set train.seed (pretrain, finetune), the seed of the
+    heads (probe) or of the views (evaluate). Not for prepare."""
     run_dir: str | None = Field(None, examples=["runs/plans/{name}/seed-{seed}"])
-    """Run directory (or export) of each member. {name} is the name of the plan file, {AXIS} the
-    member's label on an axis, {seed} its seed."""
+    """Run directory (or export) of each run; required for a grid. {name} is the name of the plan
+    file, {seed} the seed, {AXIS} the value on a grid axis, such as {optimizer.lr}. Not for
+    prepare."""
     max_concurrent: int | None = Field(None, ge=1, examples=[4])
-    """Largest number of members that run at the same time, as % in sbatch's --array; null: no
+    """Largest number of runs at the same time on SLURM, as 4 in sbatch's --array=0-31%4. null: no
     limit."""
     nodes: int | None = Field(None, ge=1, examples=[4])
-    """Complete nodes of each member on SLURM. null: one node for a single pretraining, otherwise a
-    part of a node."""
+    """Number of complete nodes for each run on SLURM. null: one node for a single pretraining,
+    otherwise a part of a node."""
     gpus: int | None = Field(None, ge=0, examples=[4])
-    """GPUs of each member on SLURM, all on one node, with the same fraction of its CPUs and memory.
-    null: one, or none for an export."""
+    """Number of GPUs for each run on SLURM, all on one node, with the same fraction of its CPUs and
+    memory. null: one, or none for an export. Not for prepare."""
     sbatch: tuple[str, ...] = Field((), examples=[["--time=24:00:00"]])
-    """Further options of sbatch for this job, such as --time=24:00:00 or, to prepare,
-    --array=0-31."""
+    """More options of sbatch for this job, such as --time=24:00:00, or --array=0-31 to build a
+    dataset in 32 tasks."""
 
     @property
     def is_grid(self) -> bool:
@@ -109,7 +111,7 @@ class Entry(Settings):
             fix = "set for_each: pretrain, or put pretrained=RUN@50epochs into the grid"
             raise UserError("checkpoints", problem, fix, code="missing-value")
         if self.nodes is not None and self.gpus is not None:
-            problem = "it excludes nodes, which requests complete nodes"
+            problem = "it cannot be combined with nodes, which requests complete nodes"
             raise UserError("gpus", problem, "omit one of the two", code="conflict")
         if self.is_grid and self.run_dir is None:
             fix = "name its axes, for example runs/{name}/{seed}"
@@ -139,7 +141,7 @@ Entries = Annotated[
 
 class Sections(Settings):
     prepare: Entries = Field((), examples=["configs/data_prep/demo_pretrain.yaml"])
-    """Datasets to build, by `data_prep build`."""
+    """Datasets to build with `data_prep build`."""
     pretrain: Entries = Field((), examples=["configs/pretrain/demo_mlp.yaml"])
     """Runs of `pretrain train`."""
     probe: Entries = Field((), examples=["configs/probe/demo.yaml"])
@@ -151,12 +153,12 @@ class Sections(Settings):
     evaluate: Entries = Field((), examples=["configs/evaluate/demo.yaml"])
     """Runs of `finetune evaluate`."""
     export: Entries = Field((), examples=["configs/export/demo.yaml"])
-    """Exports, by `finetune export`. An export waits for the evaluations of its checkpoint, because
-    its model card has their results."""
+    """Exports with `finetune export`. An export waits for the evaluations of its checkpoint,
+    because its model card shows their results."""
     figure: dict[str, Any] | None = Field(
         None, examples=[{"kind": "sweep", "x": "width", "hue": ["mixing"]}]
     )
-    """Figure of the results, drawn last. `analysis figure PLAN --check` checks it."""
+    """Figure of the results, drawn after all runs. `analysis figure PLAN --check` checks it."""
 
 
 class PlanSettings(Sections):
@@ -164,16 +166,16 @@ class PlanSettings(Sections):
     source: tuple[dict[str, Any], ...] = Field(
         (), examples=[[{"section": "C.4", "settings": {"optimizer.lr": 0.02}}]]
     )
-    """Values that a paper prints: for each section of the paper, settings of the members and all
-    their values. `where: {setting: value}` limits a row to some members. `analysis paper` lists
-    them."""
+    """Settings that a paper prints: for each section of the paper, settings and all their values in
+    the runs. `where: {setting: value}` limits an item to some runs. `analysis paper` lists them."""
     chosen: tuple[dict[str, Any], ...] = Field(
         (), examples=[[{"reason": "our seeds", "settings": {"train.seed": [0, 1]}}]]
     )
-    """Values that no paper prints, with the reason of the choice, as in `source`."""
+    """Settings that no paper prints, with the reason for each value, in the form of `source`."""
     demo: Sections | None = Field(None, examples=[{"pretrain": "configs/pretrain/demo_mlp.yaml"}])
-    """A small variant on few images for two CPU cores, run by `wide-mlps run PLAN --demo`. Its
-    sections replace those above; without `figure` it has the figure above."""
+    """Small variant of the plan on few images for two CPU cores (`wide-mlps run PLAN --demo`). It
+    has the sections of a plan, which replace those of the plan; without its own `figure` it uses
+    the plan's."""
 
 
 @dataclass(frozen=True)
@@ -181,10 +183,10 @@ class Choice:
     """One value of an axis."""
 
     label: str
-    """Name of the value in run directories."""
+    """Name of the value in run directories and tables."""
     overrides: tuple[str, ...] = ()
     defaults: tuple[str, ...] = ()
-    """Overrides that the entry may replace."""
+    """Overrides with lower priority than the entry's own."""
 
 
 @dataclass(frozen=True)
@@ -192,17 +194,17 @@ class Member:
     index: int
     work: Work
     own: tuple[str, ...]
-    """Overrides of this member only."""
+    """Overrides of this member (run of the grid) only."""
     labels: Mapping[str, str]
-    """Label of the member on each axis."""
+    """Axis -> label of the member on it."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """An entry, and on SLURM a job (for a dataset two jobs)."""
+    """One entry of a plan. On SLURM it is one job (two for a dataset)."""
 
     name: str
-    """Name of its section, with a number if the section has several entries: probe, finetune/2."""
+    """Section of the plan, with a number if the section has several entries: probe, finetune/2."""
     entry: Entry
     kind: Kind
     members: tuple[Member, ...]
@@ -213,12 +215,12 @@ class Stage:
 
     @property
     def num_gpus(self) -> int | None:
-        """Return the GPUs of each member; None: as its job script needs."""
+        """Return the number of GPUs of each member; None: as its job script needs."""
         is_export = self.kind == "export" and self.entry.is_grid
         return 0 if self.entry.gpus is None and is_export else self.entry.gpus
 
     def title(self, member: Member) -> str:
-        """Return the member's name in lists and messages."""
+        """Return the member's name for lists and messages."""
         return f"{self.name} {member.index}" if self.entry.is_grid else self.name
 
     def undone(self) -> list[Member]:
@@ -229,7 +231,7 @@ class Stage:
 class Plan:
     path: str
     stages: tuple[Stage, ...]
-    """Stages in order; each comes after those that it waits for."""
+    """All stages; each comes after the stages whose output it reads."""
     figure: Mapping[str, Any] | None = None
     is_demo: bool = False
     source: tuple[Mapping[str, Any], ...] = ()
@@ -242,22 +244,22 @@ class Plan:
 
     @property
     def drawn(self) -> str:
-        """Folder of the figure."""
+        """Output folder of the figure."""
         return f"runs/plans/{self.name}"
 
     @property
     def words(self) -> list[str]:
-        """Arguments that select this plan in a command."""
+        """Command-line arguments that select this plan."""
         return [self.path, *["--demo"] * self.is_demo]
 
     @property
     def files(self) -> list[str]:
-        """Configs of the members."""
+        """Config files of all members."""
         return sorted({work.config for stage in self.stages for work in stage.works})
 
     def after(self, stage: Stage) -> list[Stage]:
         """Return the stages that write the inputs of a stage. An export also waits for the
-        evaluations of its checkpoint, for the model card."""
+        evaluations of its checkpoint, because its model card shows their results."""
         read = [
             place_of(run_and_length(path)[0]) for work in stage.works for path in work.reads_from
         ]
@@ -275,8 +277,8 @@ class Plan:
         return found
 
     def missing(self) -> list[UserError]:
-        """Return an error for each input of unfinished members that does not exist and that no
-        stage writes."""
+        """Return an error for each input of unfinished members that is missing and that no stage
+        writes."""
         written = [place_of(work.writes) for stage in self.stages for work in stage.works]
         found: dict[str, UserError] = {}
         for stage in self.stages:
@@ -294,8 +296,8 @@ class Plan:
 
 
 def load_plan(path: str, *, is_demo: bool = False, snapshot: Path | None = None) -> Plan:
-    """Read a plan, or its `demo:` section. If there is a snapshot, read the files of the
-    submission."""
+    """Read a plan, or its `demo:` section. If there is a snapshot of the submission, its copies of
+    the files are read."""
     try:
         complete = load_settings(PlanSettings, path=kept(path, snapshot), overrides=[])
         sections: Sections = complete
@@ -323,7 +325,7 @@ def load_plan(path: str, *, is_demo: bool = False, snapshot: Path | None = None)
 
 
 def load_checked(path: str, snapshot: Path | None = None, *, is_demo: bool = False) -> Plan:
-    """Read a plan and check all of it; one error contains every mistake."""
+    """Read a plan and check it completely; one error contains every mistake."""
     plan = load_plan(path, is_demo=is_demo, snapshot=snapshot)
     if errors := [*_problems(plan)]:
         raise in_file(path, *errors[:20])
@@ -331,7 +333,8 @@ def load_checked(path: str, snapshot: Path | None = None, *, is_demo: bool = Fal
 
 
 def check_figure(plan: Plan) -> None:
-    """Check the `figure:` with its own program, if that is installed on this machine."""
+    """Check the `figure:` section with `analysis figure --check`, if analysis is installed on this
+    machine."""
     if plan.figure is None:
         return
     command = [sys.executable, "-m", "analysis", "figure", *plan.words, "--check"]
@@ -377,8 +380,7 @@ def _problems(plan: Plan) -> Iterable[UserError]:
 
 
 def _unavailable(work: Work, plan: Plan) -> UserError | None:
-    """Return the error of a member that reads a checkpoint which its run in this plan will not
-    keep."""
+    """Return an error if a member reads a checkpoint that its run in this plan will not keep."""
     run, words = run_and_length(work.pretrained or "")
     for stage in plan.stages:
         for maker in stage.works if run and stage.kind in _EACH.values() else ():
@@ -447,7 +449,7 @@ def _axes(entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> dict[str, list
 
 
 def _axis_of_runs(axis: str, entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> list[Choice]:
-    """Return the runs of a section, for `for_each`."""
+    """Return the runs of a section as the axis of `for_each`."""
     works = [work for stage in before if stage.kind == _EACH[axis] for work in stage.works]
     if not COMMANDS[kind].reads_checkpoint or not works:
         later = list(COMMANDS.values())[list(COMMANDS).index(_EACH[axis]) + 1 :]
@@ -498,7 +500,7 @@ def _label(name: str, value: Any) -> str:
 
 
 def _override(key: str, value: Any) -> str:
-    """Return text that reads back to the same value."""
+    """Return a key=value override that is parsed to the same value."""
     tree: dict[str, Any] = {}
     if isinstance(value, str):
         with suppress(SettingsError):

@@ -2,9 +2,10 @@
 
 Each rank runs this module.
 
-1. Rank 0 forks a judge that uses neither GPU nor disk, so a hung driver cannot block it.
-2. Each rank names each thing before using it, and then sends its findings through a TCPStore. An
-   alarm kills a rank that hangs. A rank that never starts delays nobody.
+1. Rank 0 forks a process, the judge, that collects all findings. It uses neither GPU nor disk, so a
+   hung driver cannot block it.
+2. Each rank sends the name of each check before it, and finally its findings, through a TCPStore.
+   An alarm kills a rank that hangs. A rank that never starts delays nobody.
 3. If no rank has a fault, all ranks do one all-reduce with a deadline.
 4. The judge prints a summary and writes JOB_DIR/preflight.jsonl (one line per rank) and
    JOB_DIR/bad-nodes (NODE<TAB>reason).
@@ -35,19 +36,23 @@ if TYPE_CHECKING:
 
 SOUND, FAILED, NAMED = 0, 1, 3
 COMMON_FRACTION = 2 / 3
-"""If this fraction of the nodes has the same fault, the cause is a setting or a shared disk."""
+"""Fraction of nodes with the same fault, above which the cause is assumed to be a setting or a
+shared disk."""
 MIN_FREE_GB = 1.0
-"""Free space that the scratch directory needs: compiled kernels take some hundred MB."""
+"""Free GB that the scratch directory needs, because compiled kernels take some hundred MB."""
 ALL_REDUCE_TIMEOUT_S, MARGIN_S = 40.0, 15.0
-"""Deadline of the all-reduce, and its margin. NCCL takes up to ten seconds to connect. The margin
-covers the other rank's own timeout."""
+"""Deadline of the all-reduce, and a margin for the other ranks' own timeouts. NCCL takes up to ten
+seconds to connect."""
 
 Findings = dict[str, Any]
-"""Findings of a rank: rank, node, device, free_gb, gb_per_s and faults (a list of [kind, text])."""
+"""Findings of a rank as a dict: rank, node, device, free_gb, gb_per_s and faults (a list of [kind,
+text])."""
 Steps = Iterator[str | Findings]
-"""Name of each thing before its use, so a hang can be named, and last the findings."""
+"""Iterator over the checks of a rank. It yields the name of each check before it runs, to identify
+a hanging check, and finally the findings."""
 CERTAIN = ("no gpu", "gpus", "gpu error", "wrong product", "no answer", "scratch")
-"""Kinds that blame the node of a one-node job; other kinds may come from settings."""
+"""Kinds of faults that blame the node even in a one-node job. Other kinds may come from
+settings."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -96,7 +101,8 @@ def check_rank(world: World, store: Any, read: Sequence[str], *, timeout_s: floa
 
 
 def follow(steps: Steps, findings: Findings, store: Any, *, timeout_s: float) -> None:
-    """Do the steps and add their findings. SIGALRM ends this process, even within a driver."""
+    """Run the checks and collect their findings. SIGALRM ends a hanging process, even in driver
+    code."""
     signal.alarm(math.ceil(timeout_s))
     try:
         for step in steps:
@@ -111,7 +117,7 @@ def follow(steps: Steps, findings: Findings, store: Any, *, timeout_s: float) ->
 
 
 def judge_nodes(world: World, store: Any, options: argparse.Namespace, *, timeout_s: float) -> int:
-    """Gather the findings of all ranks and name the bad nodes."""
+    """Collect the findings of all ranks, and report the bad nodes."""
     began_s = time.monotonic()
     nodes = options.nodes.split(",") if options.nodes else [socket.gethostname()]
     every = [f"touches/{rank}" for rank in range(world.num_ranks)]
@@ -139,7 +145,7 @@ def judge_nodes(world: World, store: Any, options: argparse.Namespace, *, timeou
 def gather(
     store: Any, topic: str, world: World, nodes: Sequence[str], *, timeout_s: float
 ) -> list[Findings]:
-    """Return the findings of all ranks; a rank that sent nothing in time has a fault."""
+    """Return the findings of all ranks. A rank that sent nothing in time gets a fault."""
     began = [rank for rank in range(world.num_ranks) if store.check([f"touches/{rank}"])]
     with suppress(RuntimeError):
         store.wait([f"{topic}/{rank}" for rank in began], datetime.timedelta(seconds=timeout_s + 1))
@@ -161,7 +167,8 @@ def gather(
 
 
 def check_node(world: World, read: Sequence[str]) -> Steps:
-    """Check GPUs and their arithmetic; a node's first rank also checks directories for all."""
+    """Check GPUs and their arithmetic. The first rank of a node also checks the directories for
+    all."""
     import torch
 
     found: Findings = {"faults": []}
@@ -210,7 +217,7 @@ def device_of(world: World, num_gpus: int) -> "torch.device":
 
 
 def expected_gpus(environment: Mapping[str, str]) -> int:
-    """Return the number of GPUs that SLURM gave this process; 0 if PREFLIGHT_GPUS=ignore."""
+    """Return the number of GPUs that SLURM gave to this process; 0 if PREFLIGHT_GPUS=ignore."""
     if environment.get("PREFLIGHT_GPUS") == "ignore":
         return 0
     visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -220,10 +227,9 @@ def expected_gpus(environment: Mapping[str, str]) -> int:
 
 
 def check_scratch(directory: Path) -> tuple[float | None, list[list[str]]]:
-    """Write and remove a file; return the free GB and the fault, if there is one.
-
-    A wrong NODE_SCRATCH has another kind ("place of scratch") than a bad disk, which is certain.
-    """
+    """Write and remove a file in the scratch directory; return the free GB and the fault, if there
+    is one. A wrong NODE_SCRATCH is the kind "place of scratch", because it is a setting; a bad disk
+    blames the node."""
     path = directory / f".preflight-{socket.gethostname()}-{os.getpid()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -247,7 +253,8 @@ def check_scratch(directory: Path) -> tuple[float | None, list[list[str]]]:
 
 
 def wrong_product(device: "torch.device") -> str | None:
-    """Compare a product with integer arithmetic: with entries -1, 0 and 1 all sums are exact."""
+    """Compare a matrix product with integer arithmetic. The entries are -1, 0 and 1, so all sums
+    are exact."""
     import torch
 
     size = 128
@@ -267,7 +274,7 @@ def multiply(a: "torch.Tensor", b: "torch.Tensor") -> "torch.Tensor":
 
 
 def all_reduce(world: World, *, on_gpu: bool) -> Steps:
-    """Do one all-reduce over all ranks and measure the GB/s that this rank had to send."""
+    """Do one all-reduce over all ranks, and return the GB/s that this rank had to send."""
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a timeout raises instead of ending the process
     import torch
     from torch import distributed
@@ -305,7 +312,7 @@ def all_reduce(world: World, *, on_gpu: bool) -> Steps:
 
 
 def judge(found: Sequence[Findings]) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the reasons against each bad node, and warnings, from the findings of all ranks."""
+    """Return bad nodes with reasons, and warnings, from the findings of all ranks."""
     num_nodes = len({each["node"] for each in found})
     nodes_of: dict[str, dict[str, str]] = {}  # kind -> node -> text
     for each in found:
@@ -329,7 +336,7 @@ def judge(found: Sequence[Findings]) -> tuple[dict[str, list[str]], list[str]]:
 
 
 def summary(found: Sequence[Findings], *, took_s: float) -> str:
-    """Return one line, with the slowest network and the fullest disk."""
+    """Return one line with the slowest network and the fullest disk."""
     parts = [f"preflight: {len({each['node'] for each in found})} nodes, {len(found)} ranks"]
     parts.append(f"{took_s:.0f} s")
     for name, text in (

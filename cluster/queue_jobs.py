@@ -115,12 +115,12 @@ def _all_or_none(jobs: Sequence[str]) -> Iterator[None]:
 
 
 class Queue:
-    """One wave of a plan."""
+    """One wave of a plan: the jobs that one call of cluster/submit queues."""
 
     def __init__(self, path: str, options: Sequence[str]) -> None:
         kept = Path(os.environ["PLAN_KEPT"]) if "PLAN_KEPT" in os.environ else None
         self.since = int(os.environ.get("PLAN_SINCE", "0"))
-        """First job of the plan, if this is not its first wave."""
+        """Number of the plan's first job, if this is not its first wave."""
         self.plan, self.options, self.kept = load_checked(path, kept), options, kept
         plan = self.plan
         refuse_missing(Submission(tuple(options), kept=kept), plan.missing())
@@ -131,16 +131,16 @@ class Queue:
         self.writers = writers_of([*places, path, plan.drawn])
         own = kept and os.environ.get("SLURM_JOB_ID")
         if others := [each for each in self.writers.pop(path, []) if each.job != own]:
-            raise NothingLeft(f"{path}: {others[0]} queues the rest of it")
+            raise NothingLeft(f"{path}: {others[0]} already queues the rest of the plan")
         self.begun = places_since(self.since) if self.since else set()
         self.submitted: list[str] = []
         self.jobs: dict[str, list[str]] = {}
-        """Jobs of this wave by stage."""
+        """Stage -> numbers of its jobs in this wave."""
         self.failed: set[str] = set()
-        """Stages whose members failed in an earlier wave, and stages that wait for them."""
+        """Stages with failed members in an earlier wave, and stages that depend on them."""
 
     def waits(self, stage: str) -> list[str]:
-        """Return the jobs, or tasks of earlier arrays, that work on a stage."""
+        """Return the jobs (or tasks of earlier arrays) that work on a stage."""
         works = next((each.works for each in self.plan.stages if each.name == stage), [])
         found = [each for work in works for each in self.writers.get(work.writes, [])]
         jobs = self.jobs.get(stage, ())
@@ -190,7 +190,8 @@ class Queue:
         )
 
     def next(self, stage: Stage) -> Submission | None:
-        """Return the submission of the members that nobody has submitted, if there are any."""
+        """Return the submission of the members that were never submitted; None if there are
+        none."""
         queued = [each for each in stage.members if each.work.writes in self.writers]
         if queued:
             numbers = f" {compressed(each.index for each in queued)}" * stage.entry.is_grid
@@ -218,7 +219,7 @@ class Queue:
         return submission
 
     def figure(self) -> Submission | None:
-        """Return the submission of the figure, unless it is queued or a stage has failed."""
+        """Return the submission of the figure; None if it is queued or a stage has failed."""
         last = [job for stage in self.plan.stages for job in self.waits(stage.name)]
         place = self.plan.drawn
         is_queued = place in self.writers or str(Path(place).resolve()) in self.begun
@@ -239,8 +240,8 @@ class Queue:
             self.jobs[name] = [f"<{name}>"] if is_dry_run else self.submitted[before:]
 
     def leave_rest(self) -> None:
-        """Submit the job that submits the rest. If it does not fit, cancel the last members of this
-        wave."""
+        """Submit queue.slurm, which submits the rest of the plan. If the queue has no room for it,
+        cancel the last members of this wave."""
         own = [entry for job in self.submitted for entry in entries_of(job)]
         others = [_label(each) for writers in self.writers.values() for each in writers]
         while waits := [label for label, _ in own] or others:
@@ -263,7 +264,7 @@ class Queue:
 
 
 def take_back(label: str, place: str) -> None:
-    """Cancel a job or a task, and forget its place."""
+    """Cancel a job or a task, and remove its place from jobs/JOB/writes."""
     slurm("scancel", label)
     job = label.partition("_")[0]
     left = {path: each for each, path in entries_of(job) if path != place}
@@ -282,7 +283,7 @@ def submission_of(
     options: Sequence[str],
     kept: Path | None = None,
 ) -> Submission:
-    """Return the submission of a stage; `jobs`: the jobs that work on each stage."""
+    """Return the submission of a stage. `jobs`: the jobs of each stage."""
     words = [f"--nodes={stage.entry.nodes}"] if stage.entry.nodes else []
     words += [*stage.entry.sbatch, *options]
     after: dict[str, list[str]] = {}

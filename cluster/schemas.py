@@ -31,7 +31,7 @@ SCHEMAS: dict[str, type[Settings]] = {
 
 
 def write_schemas(directory: Path) -> None:
-    """Write one file per kind of config."""
+    """Write one schema file for each kind of config."""
     make_directory(directory)
     for name, schema in SCHEMAS.items():
         write_atomic(directory / f"{name}.json", json_schema(schema).encode())

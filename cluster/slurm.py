@@ -27,15 +27,13 @@ KEPT_OF_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_WAIT")
 
 
 class SlurmError(UserError):
-    """A command of SLURM failed; the problem is its own message."""
+    """A command of SLURM failed; the problem is SLURM's own message."""
 
 
 def slurm(*words: str, tries: int = 1, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the output of a SLURM command. A failed command is tried again after ten seconds.
-
-    The command ignores TERM and USR2. After a requeue, SLURM sends these to all processes of a
-    start, also to the scontrol that waits for the reply.
-    """
+    """Return the output of a SLURM command. A failed command is repeated after ten seconds. The
+    command ignores TERM and USR2, because after a requeue SLURM sends these to all processes of the
+    start, also to the running scontrol."""
     # whatever format the user prefers
     environment = {
         name: value
@@ -73,13 +71,13 @@ def _shield() -> None:
 
 
 def facts(line: str) -> dict[str, str]:
-    """Return the values of a line of `scontrol -o show`, except (null)."""
+    """Return {name: value} of a line of `scontrol -o show`, without (null) values."""
     return {name: value for name, value in re.findall(r"([\w/]+)=(\S*)", line) if value != "(null)"}
 
 
 def count_gpus(gres: str) -> int:
-    """Return the GPUs of a gres list, such as 4 of gpu:h100:4(S:0-1),nvme:2; a name without a
-    number is one."""
+    """Return the number of GPUs in a gres list, for example 4 for gpu:h100:4(S:0-1),nvme:2. A name
+    without a number counts as one."""
     items = [
         re.split("[:=/]", item.removeprefix("gres/").removeprefix("gres:"))
         for item in re.sub(r"\([^)]*\)", "", gres).split(",")
@@ -88,12 +86,10 @@ def count_gpus(gres: str) -> int:
 
 
 def cpus_per_rank(environment: Mapping[str, str], node_lines: Iterable[str], *, ranks: int) -> int:
-    """Return the CPUs for each of a node's ranks, on the node of the job with the fewest.
-
-    SLURM gives complete cores to a step, so an uneven fraction of a node with several threads per
-    core is rounded down. Under --hint=nomultithread a CPU is a core, but older versions of SLURM
-    count its threads in SLURM_JOB_CPUS_PER_NODE.
-    """
+    """Return the number of CPUs for each rank, on the node with the fewest CPUs in the job. A step
+    gets complete cores, so an uneven fraction of a node with several threads per core is rounded
+    down. Under --hint=nomultithread a CPU is a core, but older versions of SLURM count threads in
+    SLURM_JOB_CPUS_PER_NODE."""
     nodes = [
         node
         for node in map(facts, node_lines)
@@ -113,8 +109,8 @@ def cpus_per_rank(environment: Mapping[str, str], node_lines: Iterable[str], *, 
 
 
 def nodes_of(partitions: str) -> list[dict[str, str]]:
-    """Return the facts of the nodes of these partitions, or of the default one if the text is
-    empty."""
+    """Return the properties of the nodes of these partitions, or of the default partition if the
+    text is empty."""
     chosen = set(partitions.split(",")) - {""}
     if not chosen:
         every = map(facts, slurm("scontrol", "-o", "show", "partition").splitlines())
@@ -124,7 +120,7 @@ def nodes_of(partitions: str) -> list[dict[str, str]]:
 
 
 def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines for terminals, logs and grep: nothing is wrapped."""
+    """Return aligned columns as lines, without wrapping (for terminals, logs and grep)."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -137,8 +133,8 @@ def about_job(job: str, *, tries: int = 1) -> dict[str, str]:
 
 
 def inherited(about: Mapping[str, str]) -> list[str]:
-    """Return the sbatch options that another job needs to equal this one in all but size, from
-    `scontrol show job`."""
+    """Return the sbatch options that make another job equal to this one in everything but size,
+    from `scontrol show job`."""
     names = {
         "partition": "Partition",
         "account": "Account",
@@ -160,7 +156,7 @@ def inherited(about: Mapping[str, str]) -> list[str]:
 
 
 def shape(about: Mapping[str, str]) -> list[str]:
-    """Return the sbatch options that another job needs to have the size of this running job."""
+    """Return the sbatch options that make another job as large as this running one."""
     options = ["--no-requeue", f"--nodes={about['NumNodes']}", f"--ntasks={about['NumTasks']}"]
     sharing = {"NO": ["--exclusive"], "YES": ["--oversubscribe"]}
     options += sharing.get(about.get("OverSubscribe", ""), [])
@@ -174,8 +170,8 @@ def shape(about: Mapping[str, str]) -> list[str]:
 
 
 def wait_for_successor(array: str, task: str | None, successor: str) -> None:
-    """Make the pending jobs that wait for a job, or for a task of an array, wait for its successor.
-    Jobs that wait for a complete array wait for both."""
+    """Make pending jobs that wait for a job (or array task) wait for its successor. Jobs that wait
+    for a complete array wait for both."""
     label = array if task is None else f"{array}_{task}"
     words = ("squeue", "--noheader", "--me", "--states=PENDING", "--format=%F %E")
     with open(Path("jobs", ".dependencies"), "w") as lock:  # tasks of an array end at the same time
@@ -211,16 +207,14 @@ def state_of(label: str, *, tries: int = 1) -> str:
 
 
 def expand_hosts(names: str) -> list[str]:
-    """Return all names: n[1-3,5] -> n1 n2 n3 n5."""
+    """Return all node names of a list: n[1-3,5] -> n1 n2 n3 n5."""
     return slurm("scontrol", "show", "hostnames", names).split()
 
 
 def new_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a new job inherits.
-
-    A job reads site.env itself, on its own node (cluster/environment.sh). It does not inherit the
-    number, array, attempt or code of the job that submits it.
-    """
+    """Return the environment for a new job. It does not contain number, array, restarts or code of
+    the job that submits it. site.env is read again on the new job's node
+    (cluster/environment.sh)."""
     ours = {
         *environment.get("JOB_SETTINGS", "").split(),
         "JOB_SETTINGS",
@@ -243,7 +237,7 @@ class Writer(NamedTuple):
 
     job: str
     task: str
-    """Empty if the job is no array."""
+    """Number of the array task; "" if the job is no array."""
     state: str
 
     def __str__(self) -> str:
@@ -252,12 +246,13 @@ class Writer(NamedTuple):
 
 
 def lines_of(places: Mapping[str, str]) -> str:
-    """Return the text of a file `writes`; `places`: path -> task."""
+    """Return the content of a file jobs/JOB/writes. `places`: path -> task."""
     return "".join(f"{task}\t{Path(place).resolve()}\n" for place, task in places.items())
 
 
 def writers_of(places: Sequence[str]) -> dict[str, list[Writer]]:
-    """Return the writers of each place that has any, running ones first."""
+    """Return the jobs that write each place, running ones first. Places without such a job are
+    omitted."""
     wanted = {str(Path(place).resolve()): place for place in places}
     # all jobs of the user, not -j, which fails as soon as SLURM has forgotten one of them
     lines = slurm("squeue", "--noheader", "--me", "--array", "--format=%F %K %T").splitlines()
@@ -277,18 +272,18 @@ def writers_of(places: Sequence[str]) -> dict[str, list[Writer]]:
 
 
 def entries_of(job: str) -> list[tuple[str, str]]:
-    """Return the label of each task of a job, or of the job itself, with the place it writes."""
+    """Return the label and the place of each task of a job, or of the job itself."""
     parts = (line.partition("\t") for line in Path("jobs", job, "writes").read_text().splitlines())
     return [(job if task == ALL_TASKS else f"{job}_{task}", path) for task, _, path in parts]
 
 
 def places_since(first: int) -> set[str]:
-    """Return the complete paths of the places that this job and later ones write or wrote."""
+    """Return the complete paths of places that this job and later jobs write or have written."""
     jobs = [record.parent.name for record in Path("jobs").glob("*/writes")]
     late = (job for job in jobs if job.isdigit() and int(job) >= first)
     return {path for job in late for _, path in entries_of(job)}
 
 
 def jobs_of(writers: Iterable[list[Writer]]) -> list[str]:
-    """Return the jobs of the writers, each once."""
+    """Return the job numbers of the writers, each once."""
     return sorted({writer.job for each in writers for writer in each}, key=int)

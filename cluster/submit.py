@@ -32,11 +32,11 @@ from data_prep.settings import near_path
 from pretrain.engine.zero_cost import Cluster
 
 SPEEDS = {"GPU_TFLOPS": "teraflops", "NODE_GBIT": "gbit_per_s", "GPU_GBIT": "gbit_per_s_inside"}
-"""Variables of site.env -> fields of `Cluster`."""
+"""Variable of site.env -> field of `Cluster`."""
 
 
 class NothingLeft(Exception):  # noqa: N818
-    """Everything in the submission is finished, or in the queue."""
+    """Everything in the submission is finished or in the queue."""
 
 
 class RefusedError(Exception):
@@ -44,29 +44,29 @@ class RefusedError(Exception):
 
 
 class QueueFullError(RefusedError):
-    """The user, or SLURM, has the maximum number of jobs."""
+    """The user, or all of SLURM, has the maximum number of jobs."""
 
 
 FULL = re.compile("Submit\\w*Limit|temporarily unable to accept job")
-"""Words of sbatch about MaxSubmitJobs (of an association or a QOS) and MaxJobCount."""
+"""Messages of sbatch about MaxSubmitJobs (of an association or a QOS) and MaxJobCount."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """A submission that has been checked."""
+    """A checked submission, with the files that its jobs read and write."""
 
     submission: Submission
     writes: Mapping[str, str]
-    """Task that writes each place, or "-"."""
+    """Place -> array task that writes it, or "-"."""
     reads: Sequence[str] = ()
     """Files that jobs read, except the config."""
     grid: Stage | None = None
-    """Grid of the submission; `writes` then has the numbers of its members."""
+    """Grid to submit, if it is one; `writes` then has the numbers of its members."""
 
 
 def submit(submission: Submission, jobs: list[str]) -> None:
-    """Submit it, and append the numbers of its jobs. A dataset has two jobs: its parts, and their
-    merge, which later jobs wait for. A grid has several arrays if one does not fit."""
+    """Submit a job, and append the numbers of its SLURM jobs. A dataset has two jobs: its parts,
+    and their merge, for which later jobs wait. A grid has several arrays if one is too large."""
     order = examine(submission)
     submission = book_part_of_node(
         order.submission, gpus=order.grid.num_gpus if order.grid else None
@@ -104,8 +104,8 @@ def submit(submission: Submission, jobs: list[str]) -> None:
 def submit_grid(
     stage: Stage, submission: Submission, members: Mapping[str, str], script: str, jobs: list[str]
 ) -> None:
-    """Submit members as few arrays. An array that does not fit is halved, until not one member
-    fits."""
+    """Submit members in as few arrays as possible. An array that is too large for the queue is
+    halved, down to one member."""
     places = {int(index): place for place, index in members.items()}
     todo, length, before = [*places], len(places), len(jobs)
     limit = f"%{stage.entry.max_concurrent}" if stage.entry.max_concurrent else ""
@@ -130,7 +130,7 @@ def submit_grid(
 def _sbatch(
     submission: Submission, words: Sequence[str], jobs: list[str], writes: Mapping[str, str]
 ) -> None:
-    """Submit a job, append its number to `jobs`, and record the places that it writes."""
+    """Call sbatch, append the job number to `jobs`, and record the places that the job writes."""
     done = subprocess.run(
         ["sbatch", "--parsable", *words],
         env=new_job(os.environ),
@@ -155,7 +155,8 @@ def _sbatch(
 
 
 def examine(submission: Submission) -> Order:
-    """Raise `UserError` if it cannot run, `NothingLeft` if it need not."""
+    """Check a submission. Raise `UserError` if it cannot run, `NothingLeft` if nothing is left to
+    run."""
     if submission.script is None or not submission.arguments:
         raise SettingsError(
             "usage",
@@ -244,7 +245,7 @@ def examine_grid(submission: Submission) -> Order:
 
 
 def indices(array: str) -> list[int]:
-    """Return the tasks of sbatch's --array, such as 0-3,7,8-12:2%4."""
+    """Return the task numbers of sbatch's --array, for example of 0-3,7,8-12:2%4."""
     found: set[int] = set()
     for span in array.partition("%")[0].split(","):
         parts = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?(?::([0-9]*[1-9][0-9]*))?", span)
@@ -264,7 +265,7 @@ def _writers(submission: Submission, places: list[str]) -> dict[str, list[Writer
 
 
 def warn_of_nodes(submission: Submission, works: Sequence[Work]) -> None:
-    """Print a line for the first pretraining that would be faster on fewer nodes."""
+    """Print a warning for the first pretraining that would be faster on fewer nodes."""
     nodes, of_node = submission.ranks(os.environ)
     if nodes is None or nodes == 1 or not of_node or not submission.gpus_per_node(os.environ):
         return

@@ -50,17 +50,17 @@ Kind = Literal["build", "pretrain", "probe", "tune", "knn", "evaluate", "export"
 @dataclass(frozen=True)
 class Command:
     section: str
-    """Section of a plan file."""
+    """Its section in a plan file."""
     words: tuple[str, str]
     schema: type[Settings]
     script: str
     """Job script that runs it on SLURM."""
     seed: str = ""
-    """Setting for `seeds` of a plan file."""
+    """Setting that `seeds` of a plan file sets."""
     place: str = "run_dir"
-    """Setting for the directory that it writes."""
+    """Setting of the directory that the command writes."""
     result: str = RESULT
-    """Name of its last file in that directory."""
+    """Name of the last file that it writes in this directory."""
 
     @property
     def reads_checkpoint(self) -> bool:
@@ -136,18 +136,18 @@ class Work:
 
     @property
     def words(self) -> list[str]:
-        """Words after `python -m`."""
+        """Arguments of `python -m`."""
         return [*COMMANDS[self.kind].words, self.config, *self.overrides]
 
     @property
     def writes(self) -> str:
-        """Dataset, run directory or export that it writes."""
+        """Path of the dataset, run directory or export that it writes."""
         return str(getattr(self.settings, COMMANDS[self.kind].place))
 
     @property
     def runs(self) -> list[str]:
-        """Return its runs with checkpoints: one for each seed of a tuning. None if only the dataset
-        knows the folds."""
+        """Return the runs with checkpoints that it writes: one for each seed of a fine-tuning. None
+        if the number of folds is only known from the dataset."""
         if not isinstance(self.settings, TuneSettings):
             return [self.writes]
         return [] if self.settings.folds else [each.run_dir for each in repeats_of(self.settings)]
@@ -161,14 +161,15 @@ class Work:
 
     @property
     def pretrained(self) -> str | None:
-        """Run, or checkpoint of a run, that it starts from."""
+        """Run (or checkpoint of a run) from which it starts."""
         settings = self.settings
         if isinstance(settings, PretrainSettings):
             return None if list_checkpoints(Path(settings.run_dir)) else settings.start_from
         return getattr(settings, "pretrained", None)
 
     def is_finished(self) -> bool:
-        """Return True if it is finished; raise `UserError` if its place holds another's results."""
+        """Return True if its result exists; raise `UserError` if its directory has results of other
+        settings."""
         settings = self.settings
         match settings:
             case BuildSettings():
@@ -191,7 +192,7 @@ class Work:
         return is_done
 
     def check(self) -> None:
-        """Raise `UserError` for mistakes that show before the start. Missing data are not
+        """Raise `UserError` for mistakes that are visible before the start. Missing data are not
         checked."""
         settings, source = self.settings, self.pretrained or ""
         if self.is_finished():
@@ -216,12 +217,12 @@ class Work:
 
     @property
     def _has_data(self) -> bool:
-        """Return True if its datasets are on this file system."""
+        """Return True if its datasets are reachable on this file system."""
         return all((Path(dataset) / MANIFEST_NAME).exists() for dataset in self.datasets)
 
     def slower_nodes(self, nodes: int, cluster: Cluster) -> str | None:
-        """Return a line if fewer nodes would pretrain in less time; None if the data are
-        missing."""
+        """Return a warning if pretraining on fewer nodes would take less time; None if not, or if
+        the data are missing."""
         settings = self.settings
         if not isinstance(settings, PretrainSettings) or not self._has_data:
             return None
@@ -232,14 +233,14 @@ class Work:
 
     @property
     def reads(self) -> list[str]:
-        """Paths that must exist before it starts; the manifest for a dataset."""
+        """Paths that must exist before the start; the manifest for a dataset."""
         paths = [f"{dataset}/{MANIFEST_NAME}" for dataset in self.datasets]
         paths.append(run_and_length(self.pretrained or "")[0])
         return [path for path in paths if path and "://" not in path and not is_on_hub(path)]
 
     @property
     def reads_from(self) -> tuple[str, ...]:
-        """Datasets and the run that it reads."""
+        """Datasets and the run that the command reads."""
         return (*self.datasets, *([self.pretrained] if self.pretrained else []))
 
     def missing(self, written: Sequence[Path] = ()) -> list[UserError]:
@@ -268,7 +269,7 @@ class Work:
         return found
 
     def state(self) -> str:
-        """Return its state as text for a table."""
+        """Return its state as a word for a table."""
         try:
             if self.is_finished():
                 return "finished"
@@ -285,8 +286,8 @@ class Work:
 
 
 def kept(file: str, snapshot: Path | None) -> str:
-    """Return the copy of a file that cluster/snapshot made at the submission. Without a snapshot
-    return the file itself."""
+    """Return the copy of a file that cluster/snapshot made at the submission, or the file itself if
+    there is no snapshot."""
     if snapshot is None:
         return file
     path, here = place_of(file), Path.cwd()
@@ -305,7 +306,7 @@ def place_of(path: str) -> Path:
 
 
 def in_file(path: str, *errors: UserError) -> SettingsError:
-    """Return the errors as one, with the file (or the stage) in front of each field."""
+    """Return one error for all, with the file (or stage) in front of each field."""
     found = []
     for error in (each for given in errors for each in (given, *given.others)):
         is_located = error.field == path or error.field.startswith(f"{path}:")
@@ -317,13 +318,14 @@ def in_file(path: str, *errors: UserError) -> SettingsError:
 
 @lru_cache
 def _read(path: Path, _mtime_ns: int) -> dict[str, Any]:
-    """Return the parsed file, cached: members of a grid share few files, and parsing takes
-    longest."""
+    """Return the parsed file from a cache, because members of a grid share files and parsing is
+    slow."""
     return read_yaml(path)
 
 
 @lru_cache(maxsize=16)
 def _data_of(data: str, dataset: str) -> TrainingData:
-    """Return the data, cached: members of a grid usually share them."""
+    """Return the data section's dataset from a cache, because members of a grid usually share
+    it."""
     tree = json.loads(data) | {"dataset": dataset}
     return load_training_data(DataSettings.model_validate_json(json.dumps(tree)))

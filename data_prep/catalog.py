@@ -1,4 +1,4 @@
-"""Datasets that `data_prep fetch` downloads: addresses, checksums, and settings of their build.
+"""Datasets that `data_prep fetch` downloads: URLs, checksums and build settings.
 
 All addresses are untried, because no server could be reached. They are from torchvision 0.26,
 except TinyImageNet's. MD5 sums are from torchvision 0.26, too. The authors print the same sums for
@@ -17,28 +17,27 @@ ARCHIVES = Path("archives")
 @dataclass(frozen=True)
 class Published:
     addresses: tuple[str, ...]
-    """Web folders with the files, the official one first."""
+    """URLs of web folders that contain the files, the official one first."""
     files: Mapping[str, str]
-    """Published MD5 of each file, or ""."""
+    """File name -> its published MD5, or ""."""
     sums_from: str
     """Source of the MD5 sums."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of `data_prep build`, except `source.path` and `out`."""
     folder: str = ""
-    """Folder of the files, if there are several."""
+    """Name of the folder for the files, if there are several."""
     installed: Path | None = None
-    """Folder in which a package of Debian installs the same files."""
+    """Folder in which a Debian package installs the same files."""
 
     def path(self, archives: Path = ARCHIVES) -> Path:
-        """Return the downloaded file or folder. If nothing is downloaded, return the installed
-        one."""
+        """Return the downloaded file or folder, or else the folder of the Debian package."""
         own = archives / (self.folder or next(iter(self.files), ""))
         if self.installed is not None and self.installed.is_dir() and not own.exists():
             return self.installed
         return own
 
     def build_settings(self, archives: Path = ARCHIVES) -> dict[str, Any]:
-        """Return the settings of `data_prep build`, except `out`."""
+        """Return all settings of `data_prep build` except `out`."""
         place = {"source.path": str(self.path(archives))} if self.files else {}
         return self.settings | place
 
@@ -95,6 +94,7 @@ CATALOG = {
     ),
     "digits": Published((), {}, "", {"source.kind": "digits", "image_size": 8}),
 }
-"""Datasets by name. The files of `digits` are part of scikit-learn."""
+"""Downloadable datasets by name. The files of `digits` are part of scikit-learn."""
 BY_HAND = {"imagenet1k": "imagenet", "imagenet21k": "winter21_whole"}
-"""Datasets whose terms you must accept yourself, and their folders."""
+"""Datasets that you must download yourself because you must accept their terms, and their
+folders."""

@@ -20,14 +20,15 @@ from data_prep.errors import UserError
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 30, 60
 _HARMLESS = re.compile(r"download(=(true|1|yes)?)?|([^=]*=)?\$.*", re.IGNORECASE)
-"""Parts of a query that are not secret: `download`, and variables that a shell or webdataset
+"""Parts of a URL's query that are not secret: `download`, and variables that a shell or webdataset
 expands."""
 _LIKE_A_KEY = re.compile(r"pass|pwd|secret|token|key|sig|cred|auth", re.IGNORECASE)
 _QUERY = re.compile(r"(\w+://[^\s?'\")]+)[?][^\s'\")]*|[?][^\s'\")]*=[^\s'\")]*")
 _PLACE = re.compile(r"\w+://[^\s'\"]+")
 _PLACE_IN_A_LIST = re.compile(r"[\w+.-]+://([^/]*@)?(\[[^]/]*\])?.*?(?=::|$)")
 _COMMAND = re.compile(r"pipe:", re.IGNORECASE)
-"""Searched anywhere in an address, because braces may assemble the word."""
+"""Marker of a command. It is searched anywhere in an address, because braces can assemble the
+word."""
 _RECORDED = re.compile(r"pipe:[\w./+-]+ \(sha256 [0-9a-f]{32}\)")
 _ASSIGNMENT, _PROGRAM = re.compile(r"\w+=[\w./:@%+,=-]*"), re.compile(r"[\w./+-]+")
 _EXPIRED = re.compile(
@@ -55,28 +56,28 @@ class MissingError(UserError):
 
 @dataclass(frozen=True)
 class Bucket:
-    """A type of server. `info` and `put` take fsspec's client."""
+    """A type of server. `info` and `put` use fsspec's client."""
 
     package: str
     extra: str
     credentials: str
-    """Sources of credentials that its client reads."""
+    """Sources of credentials that its client reads, in words for messages."""
     public: str
-    """Storage option for public data."""
+    """Storage option that reads public data without credentials."""
     payer: str = ""
-    """Storage option if the reader pays."""
+    """Storage option for buckets whose reader pays."""
     user_is_place: ClassVar[bool] = False
-    """True if CONTAINER@ACCOUNT is a place, not a user."""
+    """True if the part before @ in a URL (CONTAINER@ACCOUNT) names a container, not a user."""
 
     def host(self, parts: SplitResult) -> str:
-        """Return the server that receives the storage options."""
+        """Return the host that receives the storage options."""
         return f"{parts.scheme}://"
 
     def options(self, _url: str, storage: Mapping[str, Any], _silence_s: float) -> dict[str, Any]:
         return dict(storage)
 
     def stop_retries(self, system: Any) -> None:
-        """Turn off retries that no option turns off."""
+        """Turn off retries of the client that no option turns off."""
 
     def info(self, system: Any, url: str) -> dict[str, Any]:
         return dict(system.info(url))
@@ -119,7 +120,7 @@ class S3(Bucket):
 
     @contextmanager
     def _reasons(self, system: Any, url: str) -> Iterator[None]:
-        """Repeat the request as a GET: the reply to a HEAD names no reason."""
+        """Repeat a failed HEAD request as a GET, because only the reply to a GET gives a reason."""
         try:
             yield
         except OSError as error:
@@ -182,12 +183,12 @@ KINDS: dict[str, Bucket] = {
     **dict.fromkeys(("az", "abfs", "abfss"), _AZURE),
     "hf": Hub("huggingface_hub", "hf", "HF_TOKEN, hf auth login", "token=false"),
 }
-"""Types of servers by scheme."""
+"""Types of servers by URL scheme."""
 SCHEMES = "http(s)://, s3://, gs://, az:// or hf://"
 
 
 def _timeout(silence_s: float) -> Any:
-    """Return no limit on a large shard, but one on silence."""
+    """Return a timeout that limits silence of the server, not the time for a large shard."""
     import aiohttp
 
     return aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
@@ -198,7 +199,7 @@ def kind_of(url: str) -> Bucket | None:
 
 
 def client(url: str, storage: Mapping[str, Any], *, silence_s: float = READ_TIMEOUT_S) -> Any:
-    """Return fsspec's client, without retries of its own."""
+    """Return fsspec's client for a URL, without retries of its own."""
     import fsspec
 
     scheme, kind = url.partition("://")[0], kind_of(url)
@@ -219,7 +220,8 @@ def client(url: str, storage: Mapping[str, Any], *, silence_s: float = READ_TIME
 
 
 def renew(url: str) -> None:
-    """Let the next client read its credentials again: temporary ones expire during a run."""
+    """Drop the cached client, so that the next one reads its credentials again. Temporary
+    credentials expire during a run."""
     import fsspec
 
     fsspec.get_filesystem_class(url.partition("://")[0]).clear_instance_cache()
@@ -229,8 +231,8 @@ def renew(url: str) -> None:
 
 
 def host_of(url: str) -> str:
-    """Return the server that receives the storage options for a URL. All buckets of a type have one
-    server."""
+    """Return the host that receives the storage options for a URL. All buckets of one type count as
+    one host."""
     parts = urlsplit(url)
     kind = KINDS.get(parts.scheme)
     return kind.host(parts) if kind else f"{parts.scheme}://"
@@ -270,7 +272,7 @@ def _own_headers(url: str, options: Mapping[str, Any]) -> _OwnHeaders:
 
 
 def shown(url: str) -> str:
-    """Return the URL without secrets."""
+    """Return the URL for messages, without secrets."""
     if is_command(url):
         return f"pipe:{_program(url)} ..."
     parts, kind = urlsplit(url), kind_of(url)
@@ -287,15 +289,16 @@ def is_command(url: str) -> bool:
 
 
 def _program(command: str) -> str:
-    """Return the first word of a command that sets no variable. Other words may be secrets."""
+    """Return the program of a command: its first word that sets no variable. Other words may be
+    secrets."""
     words = _COMMAND.split(command, maxsplit=1)[1].split()
     first = next((word for word in words if not _ASSIGNMENT.fullmatch(word)), "")
     return first if _PROGRAM.fullmatch(first) else "command"
 
 
 def recorded(url: str) -> str:
-    """Return the address (or a list with :: between them) for records. A command is recorded only
-    as its program and hash."""
+    """Return the address (or several, joined by ::) as written to records. A command is recorded
+    only as its program and a hash."""
     return "::".join(
         f"pipe:{_program(part)} (sha256 {hashlib.sha256(part.encode()).hexdigest()[:32]})"
         if is_command(part) and not is_record(part)
@@ -305,14 +308,13 @@ def recorded(url: str) -> str:
 
 
 def is_record(command: str) -> bool:
-    """Return True for a record of a command. A record cannot be run."""
+    """Return True for the recorded form of a command, which cannot be run."""
     return _RECORDED.fullmatch(command) is not None
 
 
 def without_secrets(url: str, *, remedy: str, field: str = "") -> str:
-    """Return the address (or a list with :: between them); fail if it has a password or a query
-    that may be a key. Commands are not checked, because records do not contain them
-    (`recorded`)."""
+    """Return the address (or several, joined by ::). Fail if it has a password, or a query that may
+    be a key. Commands are not checked, because `recorded` hides them."""
     addresses = "::".join(part for part in url.split("::") if not is_command(part))
     for found in _PLACE_IN_A_LIST.finditer(addresses):
         if secret := _secret_in(found[0]):
@@ -342,7 +344,7 @@ def _secret_in(place: str) -> str | None:
 
 
 def refuse_hopeless(url: str, error: Exception) -> None:
-    """Raise the UserError of a permanent fault; return if another attempt may succeed."""
+    """Raise a UserError for a permanent fault. Return if another attempt may succeed."""
     place, kind = shown(url), kind_of(url) or _WEB
     facts, status = _facts(error), _status(error)
     names = {each.__name__ for cause in _chain(error) for each in type(cause).__mro__}
@@ -376,7 +378,7 @@ def refuse_hopeless(url: str, error: Exception) -> None:
 def _no_access(
     kind: Bucket, error: Exception, facts: str, names: set[str]
 ) -> tuple[str, str] | None:
-    """Return problem and fix if credentials, a fee or the clock is the cause."""
+    """Return problem and fix if credentials, a fee or a wrong clock is the cause."""
     if kind.payer and re.search("requester.?pays", facts, re.IGNORECASE):
         return "the reader pays for access", f"accept the fee with the storage option {kind.payer}"
     if _SKEWED.search(facts):
@@ -403,8 +405,8 @@ def is_refused(error: Exception) -> bool:
 
 
 def words_of(error: Exception) -> str:
-    """Return the error's text without queries. fsspec raises FileNotFoundError for any fault of a
-    web server and names the fault as its cause."""
+    """Return the error's text without queries of URLs. fsspec raises FileNotFoundError for any
+    fault of a web server and names the fault as its cause."""
     root = error.__cause__ or error
     return _QUERY.sub(r"\1", " ".join(str(root).split())) or type(root).__name__
 
@@ -416,7 +418,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _status(error: Exception) -> int | None:
-    """Return the HTTP status from any attribute that a client uses."""
+    """Return the HTTP status of an error, from any attribute that a client uses."""
     for found in _chain(error):
         reply = getattr(found, "response", None)
         if isinstance(reply, dict):  # botocore
@@ -429,8 +431,8 @@ def _status(error: Exception) -> int | None:
 
 
 def _facts(error: Exception) -> str:
-    """Return types, codes and messages of all causes, without addresses, because addresses may
-    contain any name."""
+    """Return types, codes and messages of an error and its causes, without addresses, because
+    addresses can contain any word."""
     told = (
         f"{type(each).__name__} {getattr(each, 'error_code', '')} {each}" for each in _chain(error)
     )

@@ -25,7 +25,7 @@ from contextlib import suppress
 from typing import Any
 
 _RANKS = ("RANK", "SLURM_PROCID")
-"""Variables of processes that a launcher or SLURM has started."""
+"""Environment variables of processes that a launcher or SLURM has started."""
 
 
 class _Descriptor(io.FileIO):
@@ -81,7 +81,8 @@ def write_error(text: str) -> None:
 
 
 def output_is_progress() -> None:
-    """Declare that the output of this process only reports on a training."""
+    """Declare that this process only prints progress of a training, so lost output is no
+    failure."""
     _Output.is_progress = True
 
 

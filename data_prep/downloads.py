@@ -1,6 +1,6 @@
 """Download or copy the files of datasets in `catalog.py`; each is checked, and complete or absent.
 
-1. A file in place is checked and kept. A wrong file is an error, and stays.
+1. An existing file is checked and kept. A wrong file is an error, and is not deleted.
 2. A download grows in FILE.MARK.part. MARK is a hash of URL, size and version (ETag or date) of the
    server, so bytes of two versions are never joined.
 3. If a part exists, only the rest is requested (Range, If-Range). If a server sends the complete
@@ -44,7 +44,7 @@ _PASSING = {408, 425, 429}
 
 
 def files_by_hand(name: str) -> list[str]:
-    """Return a line for each file of a dataset of `BY_HAND`."""
+    """Return an instruction for each file of a dataset of `BY_HAND`."""
     if name == "imagenet1k":
         sums = PUBLISHED_MD5 | {f"{DEVKIT}.tar.gz": DEVKIT_MD5}
         return [f"{file} (MD5 {md5}, from torchvision 0.26)" for file, md5 in sums.items()]
@@ -54,7 +54,7 @@ def files_by_hand(name: str) -> list[str]:
 def fetch_dataset(
     name: str, archives: Path, *, mirror: str | None = None, copy_from: Path | None = None
 ) -> Iterator[str]:
-    """Put the files of a dataset in place; yield a line about each."""
+    """Download or copy the files of a dataset; yield a line about each."""
     published = CATALOG[name]
     if published.path(archives) == published.installed and mirror is None and copy_from is None:
         yield f"{published.installed}: installed by a package of Debian; nothing to download"
@@ -75,7 +75,7 @@ class _File:
     path: Path
 
     def fetch(self, mirror: str | None, copy_from: Path | None) -> str:
-        """Put the file in place and return a line about it."""
+        """Download or copy the file to its path, and return a line about it."""
         how = "kept"
         if self.path.exists():
             found = self._check(self.path, self.path, fix="Remove it, then repeat the command")
@@ -99,7 +99,7 @@ class _File:
         return kind(field, problem, fix, code=code)
 
     def _check(self, path: Path, field: Path | str, *, fix: str = "") -> str:
-        """Return the MD5 of the file; fail if it is not the published one."""
+        """Return the MD5 of the file; fail if it differs from the published one."""
         with doing(f"checking {self.name}"), open(path, "rb") as file:
             start = file.read(512).lstrip().lower()
             file.seek(0)
@@ -107,7 +107,7 @@ class _File:
         if start.startswith((b"<!", b"<html")):
             problem = "it is a web page, not the file"
         elif not self.md5 and not zipfile.is_zipfile(path):
-            problem = "it is no complete zip archive"
+            problem = "it is not a complete zip archive"
         elif self.md5 not in ("", found) and not self._has_content(path):
             problem = f"its MD5 is {found}: it is incomplete, damaged or another version"
         if problem:
@@ -117,7 +117,8 @@ class _File:
         return found
 
     def _has_content(self, path: Path) -> bool:
-        """Return True for the published content in another compression, as in Debian."""
+        """Return True if the file has the published content in another compression, as in
+        Debian."""
         variant = self.published.settings.get("source.variant", self.dataset)
         content = MNIST_FILES.get(variant, {}).get(self.name.removesuffix(".gz"))
         with suppress(OSError, EOFError, zlib.error), gzip.open(path) as file:
@@ -134,7 +135,7 @@ class _File:
         return found
 
     def _download(self, mirror: str | None) -> str:
-        """Return the MD5 of the file, from the first server that has it."""
+        """Download the file from the first server that has it, and return its MD5."""
         addresses = [mirror] if mirror else self.published.addresses
         for url in (join(address, self.name) for address in addresses):
             try:
@@ -163,7 +164,7 @@ class _File:
             elif reply.headers["Content-Range"] != f"bytes {held}-{size - 1}/{size}":
                 reply.close()
                 part.unlink()
-                raise OSError("the server sent another range")
+                raise OSError("the server sent another byte range than requested")
         with reply:
             if not size or held < size:
                 self._receive(reply, part, held, size)

@@ -50,11 +50,13 @@ class UserError(ValueError):
     """
 
     is_final: ClassVar[bool] = False
-    """True if another attempt fails in the same way, even after the checks (exit code 2)."""
+    """True if another attempt would fail in the same way, even after all checks have passed (exit
+    code 2)."""
     is_passing: ClassVar[bool] = False
-    """True if another attempt may succeed, even before the start (exit code 1)."""
+    """True if another attempt may succeed, even if the error comes before the start (exit code
+    1)."""
     of_all_ranks = False
-    """True if every rank raises it at the same step: then one rank prints it for all."""
+    """True if every rank raises the error at the same step, so that one rank prints it for all."""
 
     def __init__(
         self,
@@ -102,7 +104,7 @@ class SettingsError(UserError):
 
 
 _UNDECODED = re.compile("[\udc80-\udcff]")
-"""Bytes of a file name that are not UTF-8, as Python represents them."""
+"""Bytes of a file name that are not UTF-8, as Python represents them (surrogates)."""
 
 
 def readable(text: str) -> str:

@@ -34,12 +34,10 @@ _WRONG_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirect
 
 
 def run_command(program: str, options: argparse.Namespace, *, rank: int = 0) -> int:
-    """Run the chosen command of a program and return its exit code.
-
-    An error that the user can fix is printed in one line; a bug keeps its traceback. Before the
-    start every rank finds the same error, so only the first rank prints it. After the start
-    (`options.started`) a single rank may have an error.
-    """
+    """Run the chosen command of a program and return its exit code. An error that the user can fix
+    is printed in one line; a bug keeps its traceback. Before the start, all ranks have the same
+    error, so only the first rank prints it. After the start (`options.started`), each rank prints
+    its own error."""
     try:
         return int(options.run(options))
     except (ValueError, OSError) as error:
@@ -60,8 +58,8 @@ def run_command(program: str, options: argparse.Namespace, *, rank: int = 0) -> 
 
 
 def exit_code_of(error: ValueError | OSError, *, is_started: bool = False) -> int:
-    """Return the exit code for an error. `is_started`: all checks are done, so another attempt may
-    succeed."""
+    """Return the exit code for an error. `is_started`: all checks have passed, so another attempt
+    may succeed."""
     if isinstance(error, Busy):
         return BUSY
     if isinstance(error, OSError):

@@ -50,19 +50,19 @@ class Explained:
     meaning: str
     type: str
     default: str | None
-    """None for a required key."""
+    """None if the key is required."""
     example: str = ""
     short: tuple[str, ...] = ()
-    """Words of the command line that are short for the key."""
+    """Shorthands for the key on the command line."""
     words: tuple[str, ...] = ()
-    """All values, if they are words."""
+    """All possible values, if these are words."""
     kind: str = ""
-    """Kind of its section, if several kinds have the key."""
+    """Value of `kind` in its section, if only some kinds have the key."""
     section: str = ""
-    """Meaning of its section."""
+    """Description of its section."""
 
     def is_meant_by(self, word: str) -> bool:
-        """Return True if the word is one of its names, or the name of its section."""
+        """Return True if the word names this key or its section."""
         names = (self.key, *self.short, *(option.lstrip("-") for option in self.key.split(", ")))
         return word in names or self.key.startswith(f"{word}.") or self.key.endswith(f".{word}")
 
@@ -81,14 +81,14 @@ class Explained:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that prints each mistake on the command line like a `SettingsError`: field, fix and
+    """An argument parser that prints each mistake like a `SettingsError`: field, problem, fix and
     code."""
 
     def __init__(self, **facts: Any) -> None:
         super().__init__(exit_on_error=False, **facts)
         self.formatter_class = argparse.RawDescriptionHelpFormatter
         self.commands: dict[str, Parser] = {}
-        """Parsers of the commands of a program."""
+        """Parsers of the commands, if this is the parser of a program."""
 
     def add_argument(self, *names: str, **facts: Any) -> argparse.Action:
         if "choices" in facts:
@@ -96,7 +96,7 @@ class Parser(argparse.ArgumentParser):
         return super().add_argument(*names, **facts)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Accept `key.path=value` after options, too; argparse does not."""
+        """Accept `key.path=value` words after options, too. argparse does not."""
         words = list(sys.argv[1:] if args is None else args)
         self._check_command(next((word for word in words if not word.startswith("-")), None))
         try:
@@ -127,8 +127,7 @@ class Parser(argparse.ArgumentParser):
             self._fail("COMMAND", f"{word!r} is not a command", fix, code="unknown-name")
 
     def error(self, message: str) -> NoReturn:
-        """Fail because a required argument is missing. argparse raises its other errors
-        elsewhere."""
+        """Report a missing argument. argparse raises its other errors elsewhere."""
         fix = f"write {self._shortest_line()}; {self.prog} --help explains it"
         if self.commands:
             message, fix = "a command is missing", f"choose one of {', '.join(self.commands)}"
@@ -147,21 +146,22 @@ class Parser(argparse.ArgumentParser):
 
 
 class Verbs:
-    """Commands of a program; its modules add theirs."""
+    """The commands of a program. Its modules add them."""
 
     def __init__(self, parser: Parser):
         self._subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
         self.choices = parser.commands
 
     def add_parser(self, name: str, *, help: str, **facts: Any) -> Parser:
-        """Add a command. Its description is `help` by default."""
+        """Add a command. Its description is by default its `help`."""
         facts["description"] = facts.get("description") or f"{help[0].upper()}{help[1:]}."
         self.choices[name] = verb = self._subparsers.add_parser(name, help=help, **facts)
         return verb
 
 
 def program(name: str, *, description: str, add_verbs: Callable[[Verbs], None]) -> Parser:
-    """Return a parser with --version, `explain`, `show`, completion, and complete help texts."""
+    """Return the parser of a program with --version, `explain`, `show`, completion, and complete
+    help texts."""
     parser = Parser(prog=name, description=description)
     version = f"{name} of wide-mlps {__version__}"
     parser.add_argument(
@@ -230,7 +230,7 @@ def _complete(parser: Parser, known: dict[str, Parser]) -> None:
 
 
 def one_of(words: Iterable[str]) -> Callable[[str], str]:
-    """Return the type of an option that takes one of these words."""
+    """Return an argparse type that accepts only these words."""
 
     def word(text: str) -> str:
         if text not in words:
@@ -242,7 +242,7 @@ def one_of(words: Iterable[str]) -> Callable[[str], str]:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return the type of an option that is a whole number."""
+    """Return an argparse type for a whole number of at least `least`."""
 
     def number(word: str) -> int:
         try:
@@ -259,14 +259,14 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def _names_default(action: argparse.Action) -> bool:
-    """Return True if there is no default, or the help mentions it."""
+    """Return True if the option has no default, or its help names the default."""
     none = action.default is False or action.default in (None, "", [], {}, argparse.SUPPRESS)
     return none or "default" in (action.help or "")
 
 
 def completions(verb: argparse.ArgumentParser, prefix: str, **_: object) -> list[str]:
-    """Return completions of a key=value: keys, full or by their last words; after = the words that
-    are valid values."""
+    """Return shell completions of a key=value: keys (complete, or their last words), and after =
+    the words that are valid values."""
     known = [each for each in settings_of(verb) if ".N." not in each.key]
     found = [
         f"{key}={word}"
@@ -281,14 +281,14 @@ def completions(verb: argparse.ArgumentParser, prefix: str, **_: object) -> list
 
 
 def schema_of(verb: argparse.ArgumentParser, *, resolve: bool = True) -> Any:
-    """Return the class of the command's settings, or None. Without `resolve` return only its name
+    """Return the settings class of the command, or None. Without `resolve`, return only its name
     and import nothing."""
     name = verb.get_default("schema")
     return pkgutil.resolve_name(name) if name and resolve else name
 
 
 def options_of(verb: argparse.ArgumentParser) -> list[Explained]:
-    """Return the options and arguments of its parser, except --help."""
+    """Return the options and arguments of a command's parser, except --help."""
     found = []
     for action in verb._actions:
         if action.dest in ("help", "overrides") or action.help == argparse.SUPPRESS:
@@ -307,7 +307,8 @@ def options_of(verb: argparse.ArgumentParser) -> list[Explained]:
 
 
 def settings_of(verb: argparse.ArgumentParser) -> list[Explained]:
-    """Return the settings in their order, including those in sections and lists of sections."""
+    """Return all settings in their order, including settings in sections and in lists of
+    sections."""
     schema = schema_of(verb)
     if schema is None:
         return []
@@ -366,7 +367,8 @@ def settings_of(verb: argparse.ArgumentParser) -> list[Explained]:
 
 
 def _needs_of(schema: type[BaseModel]) -> dict[str, str | None]:
-    """Return {key of a setting or a section: words that its example needs}; outer sections win."""
+    """Return {key of a setting or section: further settings that its example needs}. Outer sections
+    take precedence."""
     found: dict[str, str | None] = {}
     for prefix, section in sections_of(schema):
         for each in section.__mro__:
@@ -376,7 +378,7 @@ def _needs_of(schema: type[BaseModel]) -> dict[str, str | None]:
 
 
 def docstrings(section: type[BaseModel]) -> dict[str, str]:
-    """Return {field: the text under it}, in the class or in its base classes."""
+    """Return {field: the docstring below it}, from the class or its base classes."""
     own = (each for each in reversed(section.__mro__) if issubclass(each, Settings))
     return {
         name: text
@@ -400,7 +402,7 @@ def _docstrings_in(module: str) -> dict[str, dict[str, str]]:
 
 
 def type_of(annotation: Any, metadata: Any = ()) -> str:
-    """Return the type in words, with bounds."""
+    """Return the type of a setting in words, with bounds."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_of(
@@ -441,7 +443,7 @@ def _listed(words: Iterable[str]) -> str:
 
 
 def json_schema(schema: type[BaseModel]) -> str:
-    """Return a schema for editors, which complete keys and show their meaning."""
+    """Return a JSON schema for editors, which complete keys and show their descriptions."""
     made = schema.model_json_schema()
     for _, section in sections_of(schema, in_lists=True):
         properties = (made if section is schema else made["$defs"][section.__name__])["properties"]

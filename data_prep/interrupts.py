@@ -18,8 +18,8 @@ from data_prep import console
 
 INTERRUPTED = 130
 ANSWERED = "WIDE_MLPS_CTRL_C_ANSWERED"
-"""Variable for ranks, whose launcher prints the message: `saves` if SIGINT waits until the rank can
-save, else `ends`."""
+"""Environment variable for ranks whose launcher prints the message: `saves` if SIGINT waits until
+the rank can save, else `ends`."""
 
 
 class _Answer:
@@ -27,12 +27,12 @@ class _Answer:
 
 
 def keep(kept: str) -> None:
-    """Set the text of what Ctrl-C keeps. If it is "", this process prints no message."""
+    """Set the message of Ctrl-C about kept results. "": this process prints no message."""
     _Answer.kept = kept
 
 
 def answer_interrupt() -> None:
-    """Print what is kept, and let a second Ctrl-C end the process. For signal handlers."""
+    """Print the message of `keep`, and let a second Ctrl-C end the process. For signal handlers."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     is_first_rank = (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
     if _Answer.kept and is_first_rank and ANSWERED not in os.environ:
@@ -41,8 +41,8 @@ def answer_interrupt() -> None:
 
 
 def interruptible(program: str, module: str) -> Callable[..., int]:
-    """Return the `main` of a module, which is imported after the handler is installed. Called once
-    in a process."""
+    """Import a module after installing the handler, and return its `main`. Call this once in a
+    process."""
 
     def main(arguments: list[str] | None = None) -> int:
         console.install()

@@ -10,7 +10,8 @@ _LIMITS = {
     errno.EMFILE: ("ulimit -n", resource.RLIMIT_NOFILE, 1),
     errno.EFBIG: ("ulimit -f", resource.RLIMIT_FSIZE, 1024),
 }
-"""Error -> command of the shell, limit, unit of the command's number in bash."""
+"""Value of errno -> shell command that shows the limit, limit of the process, unit of the command's
+number in bash."""
 _FIXES: dict[int, tuple[Code, str]] = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ("no-space", "free some space")),
     **dict.fromkeys((errno.EACCES, errno.EPERM), ("unreadable", "change its permissions")),
@@ -25,7 +26,8 @@ _FIXES: dict[int, tuple[Code, str]] = {
 
 
 def limit_remedy(error: BaseException) -> str | None:
-    """Return the fix if a limit of the shell is the cause: "raise `ulimit -n`, which is 64"."""
+    """Return a fix if a limit of the shell is the cause, for example "raise `ulimit -n`, which is
+    64"."""
     if not isinstance(error, OSError) or error.errno not in _LIMITS:
         return None
     command, limit, unit = _LIMITS[error.errno]
@@ -36,13 +38,13 @@ def limit_remedy(error: BaseException) -> str | None:
 
 
 def is_fixable(error: OSError) -> bool:
-    """Return True if a disk, a permission or a limit is the cause."""
+    """Return True if a full disk, a permission or a limit is the cause."""
     code, _ = _FIXES.get(error.errno or 0, (None, ""))
     return code in ("no-space", "unreadable") or limit_remedy(error) is not None
 
 
 def error_of_system(error: OSError) -> UserError:
-    """Return the same error with a field, a fix and a code."""
+    """Return a UserError for the same error, with a field, a fix and a code."""
     code, fix = _FIXES.get(error.errno or 0, ("unreadable", "correct this"))
     if remedy := limit_remedy(error):
         code, fix = "no-space", remedy
@@ -52,6 +54,6 @@ def error_of_system(error: OSError) -> UserError:
 
 
 def cause_of(error: OSError) -> str:
-    """Return the error's text, and the fix if a limit is the cause."""
+    """Return the error's text, with the fix if a limit is the cause."""
     words, remedy = error.strerror or str(error), limit_remedy(error)
     return f"{words}; {remedy}" if remedy else words

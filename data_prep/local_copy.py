@@ -37,17 +37,15 @@ from data_prep.remote import ContentError, Storage, join, read_bytes
 NUM_THREADS = 16
 HOST_NAME = ".host"
 _OPENED: dict[tuple[str, str], Path] = {}
-"""(URL, storage options as JSON) -> the copy that this process reads."""
+"""(URL, storage options as JSON) -> directory of the copy that this process reads."""
 
 
 def local_copy(
     dataset: Path | str, *, storage: Mapping[str, Any] | None, cache_dir: str | None = None
 ) -> Path:
-    """Return the directory to read. A dataset on this disk is read in place.
-
-    `storage` None: the options with which this process opened the URL before, else none.
-    `cache_dir` None: the user's cache.
-    """
+    """Return the local directory of a dataset, after copying it if it is remote. `storage` None:
+    the options with which this process opened the URL before, else none. `cache_dir` None: the
+    user's cache."""
     url = str(dataset).rstrip("/")
     if url.startswith("file://"):
         return Path(url.removeprefix("file://"))
@@ -66,11 +64,9 @@ def local_copy(
 
 
 def own_host(directory: Path) -> str:
-    """Return the server that receives a dataset's storage options.
-
-    For a copy, this is the server of its URL, whatever hosts the manifest names. For a local
-    dataset, this is the only server of its remote shards.
-    """
+    """Return the host that receives a dataset's storage options. For a copy, this is the host of
+    its URL, whatever hosts the manifest names. For a local dataset, this is the only host of its
+    remote shards."""
     if (directory / HOST_NAME).is_file():
         return (directory / HOST_NAME).read_text()
     splits = load_manifest(directory).splits.values()
@@ -118,7 +114,7 @@ def _copied(url: str, cache: Path, storage: Storage) -> Path:
 
 
 def _missing(directory: Path, manifest: Manifest) -> dict[str, str]:
-    """Return the sha256 of each missing or damaged file of the dataset, except its shards."""
+    """Return path and sha256 of each missing or damaged file of the dataset, except its shards."""
     files = manifest.file_hashes(with_tars=False)
 
     def is_right(name: str) -> bool:
@@ -161,7 +157,7 @@ def _with_addresses(url: str, manifest: Manifest) -> Manifest:
 
 
 def _address(url: str, file: str) -> str:
-    """Return the URL of a shard, which is never outside the dataset's bucket or host."""
+    """Return the URL of a shard. It must be within the dataset's bucket or host."""
     if "://" in file:
         return file
     if posixpath.isabs(file):

@@ -9,14 +9,14 @@
       train-real.npy           an annotation of a split: packed bits, one row per sample
       rejected.jsonl           one line for every rejected input: key, path, reason, sha256
 
-A shard may be in another place, because `index` and `subset` copy nothing. Then `file` is a path
-relative to the dataset directory, or a URL. Samples of an unlabeled split have the label -1. All
-text is UTF-8; for other names see `printable` in settings.py.
+Shards can be outside the directory, because `index` and `subset` copy nothing. Then `file` is a
+path relative to the dataset directory, or a URL. Samples of an unlabeled split have the label -1.
+All text is UTF-8; for other names see `printable` in settings.py.
 
 Invariants: num_read = num_written + num_rejected. The manifest has its own hash, and the sha256 of
 every other file except versions.json (only `index` reads it) and the `wids` indices. Readers check
 each file except the tars when they open it. `content_hash` identifies the samples, whatever their
-place and name; it is the key of orders, caches and results. `pixels_hash` is the key of results
+files are called; it is the key of orders, caches and results. `pixels_hash` is the key of results
 that also depend on the readers' resizing.
 """
 
@@ -44,14 +44,15 @@ REJECTED_NAME = "rejected.jsonl"
 WIDS_NAME = "wids.json"
 INDEX_DTYPE = np.dtype("<i8")
 PARTS = "wide-mlps-parts"
-"""Folder of an unfinished dataset's records; its name marks the dataset as ours (parts.py)."""
+"""Folder for records of an unfinished dataset. Its name marks the directory as a dataset of
+data_prep (parts.py)."""
 PICTURES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif"),
     *(".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jxl"),
 )
-"""Endings of images."""
+"""File extensions of stored images."""
 NUM_LOOKED_AT = 2000
-"""Number of files to search before a folder counts as without images."""
+"""Number of files to search before a folder counts as having no images."""
 CHANGED = "it does not match the manifest"
 
 Encoding = Literal["raw", "jpeg", "keep"]
@@ -64,17 +65,18 @@ class DatasetError(UserError):
 
 
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
-"""File name of one component: a manifest of others must not name files outside its directory."""
+"""A file name without folders: a foreign manifest must not name files outside its directory."""
 
 
 class Shard(Settings):
     name: Word
-    """Stem of the index and the paths in the dataset directory; unique in the dataset."""
+    """Stem of the shard's index and paths files in the dataset directory. It is unique in the
+    dataset."""
     file: str
-    """Place of the tar: relative to the dataset directory, or a URL."""
+    """Path of the tar relative to the dataset directory, or a URL."""
     num_samples: int
     num_bytes: int
-    """Size of the tar."""
+    """Size of the tar in bytes."""
     sha256: str
     index_sha256: str
     paths_sha256: str
@@ -82,8 +84,8 @@ class Shard(Settings):
     @field_validator("file")
     @classmethod
     def _no_other_schemes(cls, value: str) -> str:
-        """Allow files, web servers and buckets, but no commands: others may have written the
-        manifest."""
+        """Allow paths and URLs of web servers and buckets, but no commands, because the manifest
+        may come from others."""
         is_unknown = "://" in value and value.partition("://")[0] not in KINDS
         if "\0" in value or value.startswith("pipe:") or is_unknown:
             raise ValueError(f"{value!r} is neither a path nor a URL of {SCHEMES}")
@@ -103,7 +105,7 @@ class Shard(Settings):
 
 
 class Annotation(Settings):
-    """Bits of every sample of a split: its folds, or several true labels."""
+    """Bits for every sample of a split, for example its folds, or several true labels."""
 
     file: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+\.npy$")]
     sha256: str
@@ -132,14 +134,14 @@ class Split(Settings):
 
 
 def baselines(num_classes: int, largest_class: float | None) -> str:
-    """Return the accuracies of a random class and, if classes are unequal, of the largest class, as
-    text."""
+    """Return, as text, the accuracy of random guessing and, if classes are unequal, of always
+    predicting the largest class."""
     largest = f", largest class {100 * largest_class:.3g} %" if largest_class else ""
     return f"chance {100 / num_classes:.3g} %{largest}"
 
 
 def accuracy(top1: float, class_mean: float | None) -> str:
-    """Return top-1 as text, with its mean over classes if classes are unequal."""
+    """Return top-1 accuracy as text. If classes are unequal, the mean over classes is added."""
     return f"top-1 {100 * top1:.1f} %" + (
         f", class mean {100 * class_mean:.1f} %" if class_mean is not None else ""
     )
@@ -149,17 +151,18 @@ class Manifest(Settings):
     schema_version: Literal[3] = 3
     tool_version: str
     decoder: str = ""
-    """Libraries that made the pixels; other versions make slightly different pixels."""
+    """Versions of the libraries that decoded the images. Other versions give slightly different
+    pixels."""
     name: str
     source: dict[str, Any]
     config: dict[str, Any] = Field(default_factory=dict)
-    """Settings that determine the bytes; {} for a subset."""
+    """Settings of `build` that determine the bytes; {} for a subset."""
     seed: int
     encoding: Encoding
     image_size: int
     crop: CropPolicy = "center"
     interpolation: Filter = "bicubic"
-    """Filter of the resizing to `image_size`; with encoding keep, readers apply it."""
+    """Filter for resizing to `image_size` (if encoding is keep: when images are read)."""
     classes: tuple[str, ...]
     splits: dict[Word, Split]
     channel_mean: tuple[float, float, float]
@@ -168,25 +171,25 @@ class Manifest(Settings):
     num_written: int
     num_rejected: int
     num_left_out: dict[str, int] = Field(default_factory=dict)
-    """Inputs that the config skips before reading, by reason (classes, excluded)."""
+    """Number of inputs that were skipped before reading, by reason (classes, excluded)."""
     num_held_out: int = 0
-    """Inputs of the archive's `train` that became `val`."""
+    """Number of images of the archive's `train` that became `val`."""
     max_reject_fraction: float = 1.0
-    """Largest fraction of rejected inputs; above it `build`, `index` and `merge` fail."""
+    """Largest accepted fraction of rejected inputs; `build`, `index` and `merge` fail above it."""
     rejected_sha256: str
     plan_hash: str
-    """Hash of the config and of the listing of the inputs: equal plans make equal bytes."""
+    """Hash of the config and of the list of inputs. Equal hashes mean equal bytes."""
 
     # not cached: model_copy would carry a hash over to another content
 
     @property
     def hash(self) -> str:
-        """Hash of the complete manifest, including names and places."""
+        """Hash of the complete manifest, including names and paths."""
         return hash_of_json(self.model_dump(mode="json"))
 
     @property
     def content_hash(self) -> str:
-        """Hash of the samples and their order only."""
+        """Hash of the samples and their order only, without names and paths."""
         splits = {
             name: {
                 "shards": [[shard.sha256, shard.index_sha256] for shard in split.shards],
@@ -200,7 +203,7 @@ class Manifest(Settings):
 
     @property
     def pixels_hash(self) -> str:
-        """Hash of the content and of the settings with which readers resize it."""
+        """Hash of the samples and of the settings that resize them when they are read."""
         reading = self.model_dump(
             mode="json",
             include={"image_size", "crop", "interpolation", "channel_mean", "channel_std"},
@@ -251,7 +254,7 @@ def load_manifest(directory: Path | str) -> Manifest:
 
 
 def parse_manifest(data: bytes, path: Path | str) -> Manifest:
-    """Return the manifest. `path` is its place in messages."""
+    """Return the manifest. `path`: its path in messages."""
     try:
         tree = json.loads(data)
         version = tree.get("schema_version")
@@ -273,7 +276,7 @@ def parse_manifest(data: bytes, path: Path | str) -> Manifest:
 
 
 def _no_dataset(place: Path) -> DatasetError:
-    """Return the error for a path without a dataset, with the command that makes a dataset of
+    """Return the error for a path that is no dataset, with the command that makes a dataset of
     it."""
     code: Code = "unknown-format"
     if not place.exists():
@@ -322,7 +325,7 @@ def wids_index(name: str, split: Split) -> bytes:
 
 
 def load_paths(directory: Path | str, shard: Shard) -> list[str]:
-    """Return the origin of each sample of a shard, in the order of its index."""
+    """Return the source path of each sample of a shard, in the order of its index."""
     return _lines(directory, shard.paths_file, sha256=shard.paths_sha256, count=shard.num_samples)
 
 
@@ -357,8 +360,8 @@ def load_annotation(directory: Path | str, split: Split, name: str) -> NDArray[n
 def load_index(
     directory: Path | str, shard: Shard, *, path: Path | None = None
 ) -> NDArray[np.int64]:
-    """Return the (num_samples, 3) index of one shard, memory-mapped. `path`: a copy to read
-    instead."""
+    """Return the (num_samples, 3) index of one shard, memory-mapped. `path`: file to read instead
+    of the shard's own index."""
     shape = (shard.num_samples, 3)
     file = path.absolute() if path else shard.index_file  # avoid the directory twice
     return _array(directory, file, shard.index_sha256, shape, INDEX_DTYPE)

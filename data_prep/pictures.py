@@ -29,10 +29,10 @@ class Picture(NamedTuple):
     path: str
     offset: int = 0
     num_bytes: int | None = None
-    """None: the complete file."""
+    """Number of bytes in the tar; None: a complete file."""
 
     def read(self) -> bytes:
-        """Return the bytes; raises Rejection."""
+        """Return the image file's bytes; raise Rejection if it is too large or unreadable."""
         try:
             with open(self.path, "rb") as file:
                 num_bytes = (

@@ -23,9 +23,9 @@ from rich.text import Text
 LOG_INTERVAL_S = 10.0
 SELDOM_AFTER_S, SELDOM_INTERVAL_S = 600.0, 60.0
 SPEED_S = 600.0
-"""The speed is of the last 1,000 advances within this time."""
+"""Time in seconds over which speed is measured (at most the last 1,000 calls of `advance`)."""
 SILENT_S = 1.5
-"""Delay before begun work is named."""
+"""Delay in seconds after which unfinished work is printed."""
 DRAWN_AFTER_S = 0.5
 
 _open_lines: list["ProgressLine"] = []
@@ -33,8 +33,8 @@ _open_lines: list["ProgressLine"] = []
 
 
 class ProgressLine:
-    """A progress line. `advance` counts finished work; `note` is free text (file name; loss and
-    speed). If the unit is "step", the note has the speed."""
+    """A progress line. `advance` counts finished work. `note` is free text (file name; loss and
+    speed). If the unit is "step", the note contains the speed."""
 
     def __init__(self, title: str, *, total: int, unit: str, start: int = 0, enabled: bool = True):
         self.title, self.total, self.unit, self.done, self.note = title, total, unit, start, ""
@@ -66,13 +66,13 @@ class ProgressLine:
             self.log_now()
 
     def log_now(self) -> None:
-        """Log a line now, unless `close` will log it. On a terminal the bar shows the same."""
+        """Log a line now, unless `close` will log the same state."""
         if self._enabled and self._display.disable and self.done < self.total:
             self._logged_s = time.monotonic()
             self._print(self.eta(self._task))
 
     def close(self, *, is_done: bool = True) -> None:
-        """End the bar; show the last state of long work that is done."""
+        """End the bar. Work that took long leaves its last state on the screen."""
         took_s = self._task.elapsed or 0.0
         self._silence.cancel()
         self._display.remove_task(self._task.id)
@@ -140,7 +140,7 @@ def progress(
 
 @contextmanager
 def doing(what: str, *, enabled: bool = True) -> Iterator[None]:
-    """Print what is being done if it takes longer than a moment."""
+    """Print the running work if it takes longer than SILENT_S."""
     silence = threading.Timer(SILENT_S, print, [what], {"file": sys.stderr, "flush": True})
     silence.daemon = True
     if enabled:
@@ -152,7 +152,7 @@ def doing(what: str, *, enabled: bool = True) -> Iterator[None]:
 
 
 def in_words(seconds: float) -> str:
-    """Return a duration: 45 s, 3 min 20 s, 12 min, 1 h 12 min, 2 d 3 h."""
+    """Return a duration in words: 45 s, 3 min 20 s, 12 min, 1 h 12 min, 2 d 3 h."""
     if seconds < 59.5:
         return f"{round(seconds)} s"
     if 599.5 <= seconds < 3570:

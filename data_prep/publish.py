@@ -31,9 +31,9 @@ from data_prep.errors import UserError
 
 TEMPORARY_PREFIX = ".tmp-"
 REPLACED = "replaced-"
-"""Name, after the prefix, of a directory that another one is about to replace."""
+"""Name (after the prefix) of an old directory while a new one replaces it."""
 HASHED_BYTES = 4 << 20
-"""Number of bytes that are read at once for a hash."""
+"""Block size for hashing, in bytes."""
 
 
 def _temporary_of(path: Path, kind: str) -> Path:
@@ -42,8 +42,8 @@ def _temporary_of(path: Path, kind: str) -> Path:
 
 @contextmanager
 def _cleaned_up(path: Path) -> Iterator[Path]:
-    """Yield a new temporary name, and remove it after an error. An error of a full disk names no
-    file, so it gets the name of `path`."""
+    """Yield a new temporary path, and remove it after an error. The system's error about a full
+    disk names no file, so the name of `path` is added."""
     temporary = _temporary_of(path, f"{uuid4().hex[:12]}-")
     try:
         yield temporary
@@ -98,7 +98,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 
 def withdraw(path: Path) -> None:
-    """Remove a file or a directory at once; a crash leaves a temporary name."""
+    """Remove a file or a directory atomically: a crash leaves only a temporary name."""
     condemned = _temporary_of(path, "withdrawn-")
     _remove(condemned)
     os.rename(path, condemned)
@@ -122,7 +122,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def canonical_json(value: Any) -> bytes:
-    """Return the text of a JSON value for its hash."""
+    """Return the only text of a JSON value, for hashing."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -131,12 +131,12 @@ def hash_of_json(value: Any) -> str:
 
 
 def sealed(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the value with its own hash, so a reader can detect damage."""
+    """Return the value with its own hash added, so that a reader can detect changes."""
     return value | {"hash": hash_of_json(value)}
 
 
 def unsealed(value: Any) -> dict[str, Any]:
-    """Return the argument of `sealed`; raise ValueError if the hash differs."""
+    """Undo `sealed`; raise ValueError if the hash does not match."""
     content = dict(value) if isinstance(value, dict) else {}
     if content.pop("hash", None) != hash_of_json(content):
         raise ValueError("its content does not match its own hash")
@@ -144,14 +144,14 @@ def unsealed(value: Any) -> dict[str, Any]:
 
 
 def remove_leftovers(*places: Path) -> None:
-    """Remove leftovers of killed writers. The caller knows that no writer is at work."""
+    """Remove temporary files of killed writers. The caller makes sure that no writer is active."""
     for place in places:
         for leftover in place.glob(TEMPORARY_PREFIX + "*"):
             _remove(leftover)
 
 
 def sha256_of(path: Path, *, after_each_piece: Callable[[], None] | None = None) -> str:
-    """Return the hash of a file. `after_each_piece` reports progress to a watchdog."""
+    """Return the sha256 of a file. `after_each_piece` reports progress to a watchdog."""
     with open(path, "rb", buffering=0) as file:
         if after_each_piece is None:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -163,7 +163,7 @@ def sha256_of(path: Path, *, after_each_piece: Callable[[], None] | None = None)
 
 
 def sync(path: Path) -> None:
-    """Make the content of a file, or the names in a directory, survive a power cut."""
+    """Sync a file's content, or a directory's names, to disk, so that it survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -175,13 +175,13 @@ def make_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        problem, fix = "the path holds a file", "choose another directory"
+        problem, fix = "the path is a file", "choose another directory"
         raise UserError(str(directory), problem, fix, code="exists") from None
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a directory, as its lock file names it."""
+    """The process that holds the lock of a directory, as recorded in the lock file."""
 
     node: str = field(
         default_factory=lambda: os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -189,7 +189,7 @@ class Holder:
     pid: int = field(default_factory=os.getpid)
     job: str = field(default_factory=lambda: os.environ.get("SLURM_JOB_ID", ""))
     cluster: str = field(default_factory=lambda: os.environ.get("SLURM_CLUSTER_NAME", ""))
-    """Name of the cluster; several clusters may share a file system."""
+    """Name of the SLURM cluster. Several clusters may share a file system."""
     restart: int = field(default_factory=lambda: int(os.environ.get("SLURM_RESTART_COUNT", "0")))
     since: str = field(default_factory=lambda: time.strftime("%F %T"))
 
@@ -199,7 +199,7 @@ class Holder:
 
 
 class Busy(UserError):  # noqa: N818
-    """Another process holds the directory. The same command may succeed later."""
+    """Another process holds the lock of the directory. The same command may succeed later."""
 
 
 LOCK = ".lock"
@@ -207,9 +207,9 @@ LOCK = ".lock"
 
 @contextmanager
 def sole_writer(directory: Path, *, wait: bool = False, notice: str = "") -> Iterator[None]:
-    """Lock the directory against other writers, and record the holder. The kernel releases the lock
-    at the end of this process. `notice` is printed before a wait; by default it names the
-    holder."""
+    """Lock the directory against other writers, and record this process as the holder. The kernel
+    releases the lock when the process ends. `notice` is printed before waiting; by default it names
+    the holder."""
     make_directory(directory)
     with open(directory / LOCK, "a+") as file:
         _hold(file, directory, wait=wait, notice=notice)
@@ -246,7 +246,8 @@ def _hold(file: IO[str], place: Path, *, wait: bool, notice: str = "") -> None:
 
 
 def is_held(directory: Path) -> tuple[bool, Holder | None]:
-    """Return True if a process holds the directory, and the holder if it is recorded."""
+    """Return True if a process holds the lock of the directory, and the holder if it is
+    recorded."""
     try:
         with open(directory / LOCK) as file:
             try:

@@ -50,7 +50,7 @@ def push(directory: Path, url: str, *, storage: Mapping[str, Any]) -> Manifest:
     except MissingError:
         stored = own
     if stored != own:
-        problem, fix = f"{shown(url)} holds another dataset", "choose another URL"
+        problem, fix = f"{shown(url)} contains another dataset", "choose another URL"
         raise UserError("URL", problem, fix, code="exists")
     fix_damage = f"run data_prep verify {directory}"
     hashes, stop = _hashes(directory, manifest), threading.Event()
@@ -82,7 +82,7 @@ def push(directory: Path, url: str, *, storage: Mapping[str, Any]) -> Manifest:
 
 
 def _hashes(directory: Path, manifest: Manifest) -> dict[str, str]:
-    """Return the sha256 of each file to upload except the manifest."""
+    """Return path -> sha256 of each file to upload, except the manifest."""
     hashes = manifest.file_hashes()
     for name, split in manifest.splits.items():
         if (directory / (wids := f"{name}-{WIDS_NAME}")).is_file():

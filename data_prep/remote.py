@@ -1,6 +1,6 @@
 """Read and write files on web servers and in buckets; clients.py has their types.
 
-1. A copy is complete, as far as the server gives a size, or does not exist.
+1. A copy is complete (if the server gives a size) or does not exist.
 2. Temporary faults are tried again after growing pauses. Other faults are reported at once;
    credentials that may have expired are read again first.
 3. An uploaded object appears complete. It is compared with the bucket's checksum, or read back.
@@ -34,11 +34,12 @@ __all__ = ["MissingError", "shown"]
 
 NUM_ATTEMPTS, FIRST_PAUSE_S, LONGEST_PAUSE_S = 4, 0.5, 30.0
 ANSWER_TIMEOUT_S = 10
-"""Longest silence after a request that needs no shard."""
+"""Longest time without a reply, in seconds, for requests other than reading shards."""
 SLOW_S = 5.0
-"""A first failure is reported if it took longer."""
+"""A first failure is reported if the request took longer than this."""
 RANGE_BYTES, SLOWEST_BYTES_PER_S = 8 << 20, 64 << 10
-"""Objects are read in ranges of this size. A server that takes longer for one counts as silent."""
+"""Objects are read in ranges of RANGE_BYTES. A server that is slower than SLOWEST_BYTES_PER_S
+counts as silent."""
 MARKS = (
     "md5Hash",
     "crc32c",
@@ -51,10 +52,10 @@ MARKS = (
     "mtime",
     "updated",
 )
-"""Clients' names for the version of a content, the best first."""
+"""Clients' names for the version of a file, best first."""
 _PART_BYTES, _MAX_PARTS = 16 << 20, 10_000
 _CHANCE = random.SystemRandom()
-"""Separate from generators with a seed."""
+"""Random numbers for pauses, independent of seeded generators."""
 T = TypeVar("T")
 Storage = Mapping[str, Any]
 
@@ -74,14 +75,14 @@ class StoppedError(Exception):
 
 
 class Version(NamedTuple):
-    """Facts of a content that a server gives without sending it."""
+    """Size and version of a file, as a server gives them without sending the file."""
 
     num_bytes: int | None
     mark: str | None
 
     @property
     def stamp(self) -> str | None:
-        """Return an identity of the content, or None if only its bytes can identify it."""
+        """Return a text that changes with the content, or None if the server gives no version."""
         return None if self.mark is None else f"{self.num_bytes} {self.mark}"
 
 
@@ -96,8 +97,8 @@ def tried(
     stop: threading.Event | None = None,
     report: Callable[[str], None] | None = None,
 ) -> T:
-    """Return the result of `action`, which is tried again after growing, random pauses. `report`
-    receives failures, except a quick first one."""
+    """Return the result of `action`, which is repeated after growing, random pauses if it fails.
+    `report` receives the failures, except a quick first one."""
     for attempt in range(1, num_attempts + 1):
         began_s = time.monotonic()
         try:
@@ -161,7 +162,7 @@ def _info(url: str, storage: Storage) -> dict[str, Any]:
 
 
 def listing(pattern: str, *, storage: Storage) -> list[str]:
-    """Return the URLs that a pattern names in a bucket."""
+    """Return the URLs in a bucket that match a pattern."""
     found = tried(pattern, lambda: client(pattern, storage).glob(pattern), num_attempts=1)
     parts = urlsplit(pattern)
     return [f"{parts.scheme}://{parts.netloc}/{name.partition('/')[2]}" for name in found]
@@ -171,8 +172,8 @@ def listing(pattern: str, *, storage: Storage) -> list[str]:
 def nameless_copy(
     url: str, directory: Path, *, storage: Storage, num_attempts: int = NUM_ATTEMPTS
 ) -> Iterator[tuple[Path, Version]]:
-    """Yield a path and the version of a copy. The copy has no name on disk, so it always disappears
-    with the process."""
+    """Yield the path and the version of a copy. The copy has no name on disk, so it always
+    disappears with the process."""
     with tempfile.TemporaryFile(dir=directory) as file:
         path = Path(f"/proc/self/fd/{file.fileno()}")
         how: Any = {"storage": storage, "room": directory, "num_attempts": num_attempts}
@@ -182,7 +183,7 @@ def nameless_copy(
 def copy_to(
     url: str, path: Path, *, storage: Storage, room: Path, num_attempts: int = NUM_ATTEMPTS
 ) -> Version:
-    """Write the file of `url` to `path`. A message about a full disk names `room`."""
+    """Download `url` to `path`. `room`: name of the location in messages about a full disk."""
 
     def copy() -> Version:
         found = _version(url, storage)
@@ -214,8 +215,8 @@ def fetch(
     silence_s: float = READ_TIMEOUT_S,
     stop: threading.Event | None = None,
 ) -> None:
-    """Make one attempt to pass all bytes of `url` to `write`, in pieces. `stop` and errors of
-    `write` end it at once, even if the server is silent."""
+    """Try once to pass all bytes of `url` to `write`, in blocks. `stop` and errors of `write` end
+    the transfer at once, even if the server is silent."""
     system = client(url, storage, silence_s=silence_s)
 
     async def transfer() -> None:
@@ -234,12 +235,12 @@ def fetch(
 
 
 def _streams(url: str) -> bool:
-    """Return True for a web server, which may not support ranges."""
+    """Return True for a web server, because it may not support ranges."""
     return url.startswith(("http://", "https://"))
 
 
 def _until_stopped(transfer: Coroutine[Any, Any, object], stop: threading.Event | None) -> None:
-    """Run `transfer` in fsspec's event loop. Nothing is written after this function."""
+    """Run `transfer` in fsspec's event loop. Nothing is written after this function returns."""
     from fsspec.asyn import get_loop
 
     finished = threading.Event()
@@ -263,7 +264,7 @@ def _until_stopped(transfer: Coroutine[Any, Any, object], stop: threading.Event 
 
 
 class _Writer:
-    """A file to write to, as far as fsspec uses it."""
+    """A writable file with the methods that fsspec uses."""
 
     read = tell = close = None
 
@@ -274,7 +275,7 @@ class _Writer:
 def read_bytes(
     url: str, *, storage: Storage, check: Callable[[bytes], None] | None = None
 ) -> bytes:
-    """Return a small file. `check` raises ContentError if the bytes are wrong."""
+    """Return the content of a small file. `check` raises ContentError if the bytes are wrong."""
 
     def read() -> bytes:
         system, kind = client(url, storage), kind_of(url)
@@ -294,7 +295,7 @@ def join(url: str, *names: str) -> str:
 
 
 def names_under(url: str, *, storage: Storage) -> list[str]:
-    """Return all objects below `url`, sorted, with relative names."""
+    """Return the names of all objects below `url`, relative to it and sorted."""
 
     def find() -> list[str]:
         system = client(url, storage)
@@ -306,7 +307,7 @@ def names_under(url: str, *, storage: Storage) -> list[str]:
 
 
 def remove(urls: Sequence[str], *, storage: Storage) -> None:
-    """Remove objects; missing ones are no error."""
+    """Remove objects. Missing objects are ignored."""
     for url in urls:
         with contextlib.suppress(MissingError):
             tried(url, lambda url=url: client(url, storage).rm_file(url))  # type: ignore[misc]
@@ -320,13 +321,11 @@ def write_bytes(data: bytes, url: str, *, storage: Storage) -> None:
 
 
 def upload(path: Path, url: str, *, storage: Storage, stop: threading.Event | None = None) -> None:
-    """Upload the file until the bucket has the same bytes. If the bucket does not reply, the object
-    stays: it may have replaced a complete object.
-
-    `stop` ends it at once; the bucket's life-cycle rule removes the parts of a large object.
-    """
+    """Upload the file, and repeat until the bucket confirms the same bytes. If the bucket does not
+    reply, the object is kept, because it may have replaced a complete object. `stop` ends the
+    upload at once; the bucket's life-cycle rule removes uploaded parts of a large object."""
     if _streams(url):
-        problem, fix = "web servers are only read", "choose a bucket (s3://, gs://, az://, hf://)"
+        problem, fix = "web servers are read-only", "choose a bucket (s3://, gs://, az://, hf://)"
         raise UserError(shown(url), problem, fix, code="unsupported")
     checksums = _Checksums.of(path)
 
@@ -347,7 +346,7 @@ def upload(path: Path, url: str, *, storage: Storage, stop: threading.Event | No
         if not is_same:
             with contextlib.suppress(Exception):  # the error below says more
                 client(url, storage).rm_file(url)
-            raise OSError("the bucket has other bytes than were sent")
+            raise OSError("the bucket has different bytes than were sent")
 
     try:
         tried(url, attempt, stop=stop)
@@ -357,12 +356,12 @@ def upload(path: Path, url: str, *, storage: Storage, stop: threading.Event | No
 
 
 class _Checksums(NamedTuple):
-    """Checksums of bytes that a bucket may return; digests are hexadecimal."""
+    """Checksums that a bucket may return for the same bytes; digests are hexadecimal."""
 
     num_bytes: int
     md5: str
     parts_md5: str
-    """S3's digest of an object that was uploaded in several parts."""
+    """S3's digest (ETag) of an object that was uploaded in several parts."""
     sha256: str
     part_bytes: int
 
@@ -381,7 +380,7 @@ class _Checksums(NamedTuple):
         return cls(num_bytes, md5.hexdigest(), parts_md5, sha256.hexdigest(), part_bytes)
 
     def match(self, found: dict[str, Any]) -> bool | None:
-        """Compare with a bucket's facts of an object; None if it has no checksum."""
+        """Return True if the checksums agree with the bucket's; None if the bucket has none."""
         if found.get("size") != self.num_bytes:
             return False
         told = {str(found.get("ETag", "")).strip('"'), (found.get("lfs") or {}).get("sha256", "")}

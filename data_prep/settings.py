@@ -35,14 +35,13 @@ class Settings(BaseModel):
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True
     )
     short_words: ClassVar[Mapping[str, tuple[str, str]]] = {}
-    """Words of the command line that are short for a setting of this section: word -> (field, form
-    of the value)."""
+    """Shorthands on the command line: word -> (field, format of its value), for example epochs ->
+    (train.duration, "{} epochs")."""
     of_verb: ClassVar[str] = ""
-    """Command of this config."""
+    """Command that reads this config."""
     example_with: ClassVar[Mapping[str, str | None]] = {}
-    """Words that the example of a setting (or of all settings in a section) also needs; {} is the
-    prefix of this section. None: the command does not support the setting, and `explain` does not
-    list it."""
+    """Setting or section -> further settings (words) that its example needs; {} is the prefix of
+    this section. None: the command does not support the setting, and `explain` omits it."""
 
 
 S = TypeVar("S", bound=Settings)
@@ -76,16 +75,16 @@ _SIGNS: tuple[tuple[set[str], str], ...] = (
     ({"pretrained", "out"}, "finetune export"),
     ({"pretrained"}, "finetune probe, finetune knn, finetune evaluate"),
 )
-"""Keys that identify the command of a config; the first row that fits counts."""
+"""Keys that identify the command of a config; the first matching row counts."""
 
 
 def verbs_of(keys: Set[str]) -> tuple[str, ...]:
-    """Return the commands that use a config with these keys at its top; () if unknown."""
+    """Return the commands whose configs have these top-level keys; () if unknown."""
     return next((tuple(verbs.split(", ")) for signs, verbs in _SIGNS if signs <= keys), ())
 
 
 def refuse_of_another_verb(schema: type[Settings], keys: Set[str], path: str | Path | None) -> None:
-    """Fail with one line if the config belongs to another command. `keys`: at the top of the
+    """Raise SettingsError if the config belongs to another command. `keys`: top-level keys of the
     file."""
     verbs = verbs_of(keys)
     if verbs and schema.of_verb not in ("", *verbs):
@@ -112,12 +111,12 @@ def num_cores() -> int:
 
 
 NumWorkers = Annotated[int, Field(ge=0), AfterValidator(lambda value: value or num_cores())]
-"""Worker processes; 0 means one per core."""
+"""Number of worker processes; 0 means one per core."""
 
 
 def read_lines(field: str, file: str, *, spelled: bool = False) -> list[str]:
-    """Return the lines of the text file that a setting names, without blank lines. `spelled`: write
-    a byte that is not UTF-8 as \\xe9, as in the class names of a manifest."""
+    """Return the lines of the text file that a setting names, without blank lines. `spelled`:
+    replace each byte that is not UTF-8 by an escape, as in class names of a manifest."""
     try:
         data = Path(file).read_bytes()
         errors = "backslashreplace" if spelled and b"\0" not in data else "strict"
@@ -173,15 +172,15 @@ def parse_yaml(text: str, path: Path) -> dict[str, Any]:
 
 
 def without_commands(text: str) -> str:
-    """Return the text before the first stream command, which may contain secrets."""
+    """Return the text up to the first stream command (pipe:), which may contain secrets."""
     return re.sub(r"pipe:.*", "pipe:...", text, flags=re.DOTALL | re.IGNORECASE)
 
 
 def apply_override(
     tree: dict[str, Any], override: str, *, schema: type[BaseModel] | None = None
 ) -> None:
-    """Set one `key.path=value` in `tree`; the value is read as YAML. If there is a `schema`, the
-    last word of a key is enough."""
+    """Set one `key.path=value` in `tree`. The value is read as YAML. The last word of a key is
+    sufficient if there is a `schema`."""
     dotted, equals, text = override.partition("=")
     public = without_commands(override)
     keys = dotted.strip().split(".")
@@ -218,7 +217,7 @@ def apply_override(
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the fix for an unknown name: the nearest known name, or all of them."""
+    """Return a fix for an unknown name: the nearest known name, or all of them."""
     names, low = {name.lower(): name for name in known}, word.lower()
     near = [name for name in names if low and name.startswith(low)] or difflib.get_close_matches(
         low, names, n=1, cutoff=0.6
@@ -229,8 +228,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def near_path(path: Path, *, of: str = "") -> str:
-    """Return a question with the most similar name next to a missing path, or "". `of`: only
-    folders that contain this file."""
+    """Return "did you mean" with the most similar name next to a missing path, or "". `of`:
+    consider only folders that contain this file."""
     names = sorted(
         each.name for each in path.parent.glob("*") if not of or Path(f"{each}{of}").exists()
     )
@@ -239,14 +238,14 @@ def near_path(path: Path, *, of: str = "") -> str:
 
 
 def dump(settings: Settings) -> str:
-    """Return the resolved settings as YAML; `load_settings` reads it back to an equal value."""
+    """Return the resolved settings as YAML, which `load_settings` reads back to an equal value."""
     return str(
         yaml.dump(settings.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, width=120)
     )
 
 
 def in_yaml(value: Any) -> str:
-    """Return one line of YAML in command-line style; it is read back as the same value."""
+    """Return the value as one line of YAML, as on the command line."""
     plain = json.loads(json.dumps(value, default=str))
     text = yaml.dump(
         plain, Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True
@@ -255,7 +254,7 @@ def in_yaml(value: Any) -> str:
 
 
 def example_of(field: FieldInfo) -> Any:
-    """Return the declared example, else another valid word, else the default."""
+    """Return an example value: the declared one, else another valid word, else the default."""
     default = None if field.is_required() else field.get_default(call_default_factory=True)
     words = (
         get_args(field.annotation)
@@ -268,11 +267,11 @@ def example_of(field: FieldInfo) -> Any:
 
 
 NUM_NAMED = 5
-"""Number of different settings to list."""
+"""Largest number of settings that `differences` lists."""
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Return {dotted key: value}, the form in which a config is logged as parameters."""
+    """Return {dotted key: value}, for example to log a config as parameters."""
     if isinstance(tree, dict):
         return {
             key: value
@@ -289,7 +288,7 @@ def differences(
     is_free: Callable[[str, Any, Any], bool] = lambda key, old, new: False,
 ) -> str:
     """Return the settings in which two configs differ, with both values; "" for none. `is_free`:
-    True for a change that does not count."""
+    True for differences to ignore."""
     before, now = flatten(dict(old)), flatten(dict(new))
     pairs = [(key, before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())]
     changes = [
@@ -336,11 +335,11 @@ _FIXES = {
     "too_short": "give at least {min_length} entries",
     "too_long": "give at most {max_length} entries",
 }
-"""Fix for each kind of pydantic error, with the names of its context."""
+"""Fix for each type of pydantic error; {names} are from the error's context."""
 
 
 def _explain(schema: type[BaseModel], problems: Sequence[Any]) -> SettingsError:
-    """Return one error for all problems that pydantic found."""
+    """Return one SettingsError for all problems that pydantic found."""
     inside = {each["loc"][:-1] for each in problems}
     first, *others = {
         str(error): error
@@ -402,7 +401,7 @@ def _not_valid(field: str, value: object, fix: str) -> SettingsError:
 
 
 def _of_validator(error: ValueError, prefix: str) -> Iterator[UserError]:
-    """Yield the errors of our own validators. Their fields are relative to the section."""
+    """Yield the UserErrors of a section's validators. Their fields are relative to the section."""
     if not isinstance(error, UserError) or not (error.field or error.fix):
         field, colon, problem = str(error).partition(": ")
         is_field = bool(colon) and re.fullmatch(r"[\w.]+", field) is not None
@@ -419,7 +418,7 @@ def _of_validator(error: ValueError, prefix: str) -> Iterator[UserError]:
 
 
 def _words_in(annotation: Any) -> list[object]:
-    """Return all words of the Literals in an annotation."""
+    """Return all words in the Literals of an annotation."""
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     return [word for inner in get_args(annotation) for word in _words_in(inner)]
@@ -429,11 +428,11 @@ ALIASES = {
     "learning_rate": ("lr", "lrs"),
     "batch_size": ("global_batch_size", "local_batch_size", "feature_batch_size"),
 }
-"""Names of our settings in other libraries."""
+"""Names in other libraries -> our settings."""
 
 
 def _fix_of_unknown_key(keys: list[str], siblings: Collection[str], schema: type[BaseModel]) -> str:
-    """Return the keys that the user may mean, in the same section or else anywhere in the
+    """Return a fix for an unknown key: similar keys in the same section, or else anywhere in the
     config."""
     word, leaves = keys[-1].lower(), words_of(schema)
     aliases = ALIASES.get(word, ())
@@ -458,8 +457,8 @@ def _fix_of_unknown_key(keys: list[str], siblings: Collection[str], schema: type
 def _locate(
     schema: type[BaseModel], location: tuple[Any, ...]
 ) -> tuple[list[str], list[type[BaseModel]]]:
-    """Return the user's keys on the way to `location` (without the tags that pydantic adds for
-    unions), and the valid sections there."""
+    """Return the keys on the way to `location`, as the user wrote them (without pydantic's tags for
+    unions), and the valid sections at its end."""
     keys: list[str] = []
     models: list[type[BaseModel]] = [schema]
     for part in location:
@@ -487,8 +486,8 @@ def tag_of(model: type[BaseModel]) -> object:
 def sections_of(
     schema: type[BaseModel], prefix: str = "", *, in_lists: bool = False
 ) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Yield the schema and every section in it, each with the prefix of its keys (N for a number in
-    a list). Unions yield all kinds, including inputs of validators."""
+    """Yield the schema and every section in it, each with the prefix of its keys (N for a position
+    in a list). For a union, yield all its kinds, including inputs of validators."""
     yield prefix, schema
     for name, field in schema.model_fields.items():
         accepted = [
@@ -509,8 +508,8 @@ def sections_of(
 
 
 def words_of(schema: type[BaseModel]) -> dict[str, dict[str, str]]:
-    """Return {word: {key: form of the value}} of the command line: last words of keys, and short
-    words of sections. A setting at the top needs none."""
+    """Return {word: {key: format of the value}} for the command line: last words of keys, and
+    shorthands. Top-level settings are not included."""
     long, short = dict[str, dict[str, str]](), dict[str, dict[str, str]]()
     for prefix, section in sections_of(schema):
         for name in section.model_fields if prefix else ():
@@ -538,7 +537,7 @@ def models_of(annotation: Any, *, in_lists: bool = True) -> list[type[BaseModel]
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML with 1.2 numbers and booleans; repeated keys are errors."""
+    """Safe YAML loader with numbers and booleans of YAML 1.2. Repeated keys are errors."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -583,7 +582,7 @@ _Loader.add_constructor(  # the shell does not expand key=~/x
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes only values that `_Loader` would misread."""
+    """YAML dumper that quotes only values that `_Loader` would misread."""
 
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 

@@ -28,11 +28,11 @@ _OCTAL = re.compile(rb" *([0-7]*) *")
 _KEY = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 
 Read = Callable[[int, int], bytes]
-"""(offset, number of bytes) -> the bytes, fewer at the end of the tar. Offsets ascend."""
+"""Function (offset, number of bytes) -> the bytes, fewer at the end of the tar. Offsets ascend."""
 
 
 class TarError(ValueError):
-    """A tar that is cut or damaged. `fix` is "" if the fix is to get the tar again."""
+    """A truncated or damaged tar. If `fix` is "", the fix is to get the tar again."""
 
     def __init__(self, problem: str, *, fix: str = ""):
         super().__init__(f"{problem}; {fix}" if fix else problem)
@@ -42,7 +42,7 @@ class TarError(ValueError):
 class Member(NamedTuple):
     name: str
     offset: int
-    """Offset of its data, from the beginning of the file that contains the tar."""
+    """Offset of the member's data from the beginning of the file that contains the tar."""
     num_bytes: int
 
 
@@ -52,11 +52,8 @@ class Member(NamedTuple):
 def members(
     path: Path, *, start: int = 0, num_bytes: int | None = None
 ) -> Generator[Member, None, int | None]:
-    """Yield the regular files of the tar at `start` of `path`, in file order.
-
-    Returns the offset of data after the end mark, such as a tar that was appended with cat, or
-    None.
-    """
+    """Yield the regular files of the tar at `start` of `path`, in file order. Return the offset of
+    data after the end mark (for example of a tar that was appended with cat), or None."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         end = start + num_bytes if num_bytes is not None else os.fstat(descriptor).st_size
@@ -83,10 +80,8 @@ def walk(
     beginning: int = 0,
     refuse_links: bool = True,
 ) -> Generator[Member, None, int]:
-    """Yield the regular files of the tar at `offset`; returns the offset of its end mark.
-
-    Errors count from the beginning. Links and devices are errors, or are skipped.
-    """
+    """Yield the regular files of the tar at `offset`; return the offset of its end mark. Offsets in
+    errors count from the tar's beginning. Links and devices are errors, or are skipped."""
     # extended headers contain the name and size of the next member
     name: str | None = None
     size: int | None = None
@@ -126,7 +121,7 @@ def walk(
 
 
 def read_member(descriptor: int, offset: int, num_bytes: int) -> bytes:
-    """Return the data of a member, fewer bytes if the file is cut."""
+    """Return the data of a member, or fewer bytes if the file is truncated."""
     data = b""
     while len(data) < num_bytes and (
         more := os.pread(descriptor, num_bytes - len(data), offset + len(data))
@@ -136,7 +131,7 @@ def read_member(descriptor: int, offset: int, num_bytes: int) -> bytes:
 
 
 def read_checked(descriptor: int, offset: int, num_bytes: int) -> bytes:
-    """Return the data of a member if the block before them is still a header of that size."""
+    """Return the data of a member, if the block before the data is still a header of that size."""
     block_and_data = read_member(descriptor, offset - BLOCK, BLOCK + num_bytes)
     _, size = _kind_and_size(block_and_data[:BLOCK], offset - BLOCK)
     if size != num_bytes or len(block_and_data) != BLOCK + num_bytes:
@@ -145,18 +140,16 @@ def read_checked(descriptor: int, offset: int, num_bytes: int) -> bytes:
 
 
 class Run(NamedTuple):
-    """Consecutive members of one key."""
+    """Adjacent members with the same key."""
 
     key: str
     members: list[tuple[str, Member]]
-    """(rest of the name after the key, member), such as ("jpg", ...) and ("cls", ...)."""
+    """List of (name after the key, member), for example ("jpg", ...) and ("cls", ...)."""
 
 
 def runs(found: Iterable[Member]) -> Iterator[Run]:
-    """Group members by webdataset's rule.
-
-    A member whose name has no key is a run of its own with an empty key. It ends no other run.
-    """
+    """Group adjacent members by webdataset's rule. A member without a key is a run of its own with
+    an empty key; it does not end another run."""
     run: Run | None = None
     for member in found:
         key, suffix = key_of(member.name)
@@ -173,19 +166,20 @@ def runs(found: Iterable[Member]) -> Iterator[Run]:
 
 
 def key_of(name: str) -> tuple[str, str]:
-    """Split a name at the first dot of its last part; both parts are empty without such a dot."""
+    """Split a file name at its first dot into key and extension, as webdataset does; ("", "") if
+    there is no dot."""
     match = _KEY.match(name)
     return (match[1], match[2]) if match else ("", "")
 
 
 def header_name(block: bytes) -> str:
-    """Return the name in a header; raises TarError if the header is not valid."""
+    """Return the name in a header; raise TarError if the header is not valid."""
     _kind_and_size(block, 0)
     return _name(block)
 
 
 def _kind_and_size(block: bytes, offset: int) -> tuple[bytes, int]:
-    """Return type and size of a header; raises TarError if its checksum is wrong."""
+    """Return type and size in a header; raise TarError if its checksum is wrong."""
     if len(block) < BLOCK:
         raise TarError(f"is cut at byte {offset:,}")
     checksum = _number(block[148:156])
@@ -202,7 +196,8 @@ def _kind_and_size(block: bytes, offset: int) -> tuple[bytes, int]:
 
 
 def _number(field: bytes) -> int | None:
-    """Return a number, never negative: a negative size would lead `walk` backwards."""
+    """Return the number in a header field. Negative numbers are errors: a negative size would lead
+    `walk` backwards."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     match = _OCTAL.fullmatch(field.split(b"\0", 1)[0])
@@ -222,7 +217,7 @@ def _text(field: bytes) -> str:
 def _announced(
     kind: bytes, body: bytes, name: str | None, size: int | None, *, place: int
 ) -> tuple[str | None, int | None]:
-    """Return name and size of the next member after the changes of an extended header."""
+    """Return name and size of the next member, after applying an extended header."""
     if kind == _LONG_NAME:
         return _text(body), size
     if kind in _PAX:
@@ -236,7 +231,7 @@ def _announced(
 def _pax(
     body: bytes, name: str | None, size: int | None, *, place: int
 ) -> tuple[str | None, int | None]:
-    """Return name and size after the changes of the pax records; an empty value cancels one."""
+    """Return name and size after applying the pax records. An empty value resets one."""
     at = 0
     while at < len(body) and body[at] != 0:
         match = _PAX_RECORD.match(body, at)
@@ -260,25 +255,25 @@ def _pax(
 # ---- writing
 
 RECORD_BYTES: Final = 20 * BLOCK
-"""The length of an archive is a multiple of this, as every tar program writes it."""
+"""Record size in bytes. Every tar program pads an archive to a multiple of it."""
 MAX_NAME_BYTES: Final = 100
 MAX_PREFIX_BYTES: Final = 155
 MAX_MEMBER_BYTES: Final = 8**11 - 1
-"""Largest member, 8 GiB less one byte: larger sizes need extensions that some readers do not
-know."""
+"""Largest member in bytes (8 GiB less one byte). Larger sizes need extensions that some readers do
+not know."""
 HELD_BYTES: Final = 1 << 20
-"""Smallest piece to hash and write; small members are collected."""
+"""Number of bytes to collect before they are hashed and written."""
 
 _BEFORE_SIZE: Final = b"0000644\0" + b"0000000\0" * 2
 _BEFORE_PREFIX: Final = b"0" + bytes(100) + b"ustar\x0000" + bytes(80)
 _CONSTANT_SUM: Final = (
     sum(_BEFORE_SIZE) + sum(b"00000000000\0") + 8 * ord(" ") + sum(_BEFORE_PREFIX)
 )
-"""Checksum of the constant fields; the checksum's own field counts as spaces."""
+"""Sum of the constant header fields; the checksum field itself counts as spaces."""
 
 
 class TarWriter:
-    """Writes a tar; `sha256` and `num_bytes` also count unwritten bytes."""
+    """Writer of a tar. `sha256` and `num_bytes` include bytes that are not yet written to disk."""
 
     def __init__(self, file: IO[bytes]):
         self._file, self._digest = file, hashlib.sha256()
@@ -287,13 +282,13 @@ class TarWriter:
         self.num_bytes = 0
 
     def add(self, name: str, data: bytes) -> int:
-        """Append one member and return the place of its data."""
+        """Append one member and return the offset of its data."""
         start = self.num_bytes + BLOCK
         self._hold(header(name, len(data)), data, bytes(-len(data) % BLOCK))
         return start
 
     def finish(self) -> None:
-        """End the archive with two empty blocks, filled up to a complete record."""
+        """End the archive with two empty blocks, and pad it to a complete record."""
         end = 2 * BLOCK
         self._hold(bytes(end + -(self.num_bytes + end) % RECORD_BYTES))
         self._write()
@@ -342,7 +337,8 @@ def header(name: str, num_bytes: int) -> bytes:
 
 
 def _split(name: str) -> tuple[bytes, bytes]:
-    """Return (prefix, base) with the shortest prefix; a reader joins them by a slash."""
+    """Return a long name as (prefix, base) with the shortest prefix; readers join them with a
+    slash."""
     encoded = name.encode("utf-8", "surrogateescape")
     if not encoded or b"\0" in encoded:
         raise ValueError(f"{name!r} cannot name a member of a shard")

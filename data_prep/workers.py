@@ -26,11 +26,12 @@ T = TypeVar("T")
 
 _CONTEXT = get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["data_prep.build.build"])
-"""Imported once, in the process that forks the workers."""
+"""This module is imported once, in the process that forks the workers."""
 
 
 class Pool:
-    """Worker processes. A context manager: an error inside the block ends them at once."""
+    """A pool of worker processes, as a context manager. An error inside the block ends them at
+    once."""
 
     def __init__(self, num_workers: int):
         self._num_workers, self._is_second = num_workers, False
@@ -51,8 +52,8 @@ class Pool:
         return future
 
     def map(self, function: Callable[[J], T], jobs: Sequence[J]) -> Iterator[tuple[int, T]]:
-        """Yield number and result of each job as it ends. After the first error no job begins. If a
-        worker dies, new workers repeat the unfinished jobs."""
+        """Yield number and result of each job when it ends. After the first error, no new job
+        begins. If a worker dies, new workers repeat the unfinished jobs."""
         if self._executor is None:
             for number, job in enumerate(jobs):
                 yield number, function(job)
@@ -72,7 +73,7 @@ class Pool:
                 self.replace()
 
     def replace(self) -> None:
-        """Start new workers after a worker has died; the second time, raise UserError."""
+        """Start new workers after a worker has died. The second time, raise UserError."""
         fix = "give more memory, or set fewer workers; finished work is kept"
         problem = "a worker process died, most likely because memory ran out"
         if self._is_second:
@@ -121,8 +122,8 @@ def sweep(
     sizes: Sequence[int] | None = None,
     workers: "int | Pool" = 1,
 ) -> Iterator[T]:
-    """Yield the result of every job, in order; workers receive `function` pickled. `sizes`: units
-    that each job counts in the progress line; 1 by default."""
+    """Yield the result of every job, in order. `function` must be picklable. `sizes`: units that
+    each job adds to the progress line (default: 1)."""
     sizes = sizes or [1] * len(jobs)
     with ExitStack() as stack:
         if isinstance(workers, int):

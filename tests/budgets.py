@@ -19,12 +19,12 @@ TARGETS = {
     "tests": 1_050_000,
 }
 CEILINGS = {
-    "data_prep": 440_900,
+    "data_prep": 446_500,
     "pretrain": 639_400,
     "finetune": 230_700,
     "analysis": 226_200,
-    "cluster": 130_000,
-    "benchmarks": 161_100,
+    "cluster": 131_200,
+    "benchmarks": 161_900,
     "tests": 1_464_000,
 }
 

@@ -48,7 +48,7 @@ _PLACES = {
     "ShardLoader": "pretrain.data.torch_dataset:ShardLoader",
     "create_model": "pretrain.models.build:build",
 }
-"""Module and name of each object that is imported at its first use."""
+"""Public name -> module and name of the object, which is imported at its first use."""
 
 
 def __getattr__(name: str) -> Any:

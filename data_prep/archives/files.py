@@ -1,7 +1,8 @@
-"""Image files below a folder: list them with size and time of change; read them if unchanged.
+"""Image files below a folder: list them with size and modification time, and read them if they are
+unchanged.
 
-Pipes and broken links are listed, too; reading one is a rejection. Among folders of classes or
-splits they are an error. Hidden files are ignored. A link to a folder is followed, unless the
+Pipes and broken links are listed, too, and rejected when they are read. Next to class or split
+folders they are an error. Hidden files are ignored. A link to a folder is followed, unless the
 folder contains the link.
 """
 
@@ -17,19 +18,21 @@ from data_prep.images.rejection import Rejection
 from data_prep.manifest import PICTURES
 
 Row = tuple[str, int, int]
-"""Path below a folder, time of change in ns, number of bytes (for `Entries.of`)."""
+"""Relative path, modification time in ns, and size in bytes (for `Entries.of`)."""
 NOWHERE, NOT_PLAIN, NO_IMAGE = -1, -2, -3
-"""Sizes that mark broken links, pipes and devices, and files that are not images."""
+"""Stored instead of a size for broken links, for pipes and devices, and for files that are not
+images."""
 _WHY = {NOWHERE: "a link to nowhere", NOT_PLAIN: "a pipe or a device"}
 _UPWARD = "a link to a folder that contains it"
 ENDINGS = (*PICTURES, ".heic", ".heif", ".jp2")
-"""Endings of images. Unsupported formats are included, so their files are rejected, not skipped."""
+"""File name endings of images. They include unsupported formats, so that these files are rejected
+with a reason instead of skipped."""
 _FIRST_BYTES = re.compile(
     rb"\xff\xd8\xff|\x89PNG|GIF8|BM....\0\0\0\0|II\*\0|MM\0\*|RIFF....WEBP|P[1-6]\s+[0-9#]|....ftyp(?:avi[fs]|hei[cfx]|mif1)|"
     rb"\0\0\0\x0c(?:JXL|jP)|\xff\x0a",
     re.DOTALL,
 )
-"""First bytes of images, for files without an ending."""
+"""Magic bytes of image formats, for files without such an ending."""
 
 
 def walk_files(root: Path) -> Iterator[Row]:
@@ -38,7 +41,7 @@ def walk_files(root: Path) -> Iterator[Row]:
 
 
 def walk_images(root: Path) -> Iterator[Row]:
-    """Yield every file; a file that is no image by its ending and first bytes gets the size
+    """Yield every file. A file without the ending or magic bytes of an image gets the size
     NO_IMAGE."""
     for row in walk_files(root):
         name, _, num_bytes = row
@@ -48,7 +51,7 @@ def walk_images(root: Path) -> Iterator[Row]:
 
 
 def read_file(root: Path, entry: Entry) -> bytes:
-    """Return the content of a listed file; the container is a folder below `root`."""
+    """Return the content of a listed file, whose container is a folder below `root`."""
     if entry.num_bytes in _WHY:
         raise Rejection("not_a_file", _WHY[entry.num_bytes])
     # unbuffered and without a Path: half the time of read_bytes() on small files
@@ -94,11 +97,9 @@ def refuse_loose_images(
 
 
 def folders_and_files(place: Path) -> tuple[list[str], list[str]]:
-    """Return the folders and the files in `place`.
-
-    Any other entry is an error because it may be a class or a split. A link to a containing folder
-    is an error, too (issue 17: through `all -> .` a class held every image again).
-    """
+    """Return the folders and the files in `place`. Any other entry (a broken link, for example) is
+    an error, because it may be a class or a split. A link to a containing folder is an error, too:
+    through `all -> .` a class once contained every image again (issue 17)."""
     above = _above(place)
     kinds = {entry.name: kind_of(entry, above) for entry in _visible(place)}
     odd = [f"{name}: {kind}" for name, kind in kinds.items() if kind not in ("folder", "file")]
@@ -116,7 +117,8 @@ def folders_and_files(place: Path) -> tuple[list[str], list[str]]:
 def kind_of(
     path: "Path | os.DirEntry[str]", above: frozenset[tuple[int, int]] = frozenset()
 ) -> str:
-    """Return "folder", "file" or a problem. `above` has the folders that contain it."""
+    """Return "folder", "file", or a description of the problem. `above` has the containing
+    folders."""
     status = _status(path)
     if status is None:
         return _WHY[NOWHERE]
@@ -133,7 +135,8 @@ def is_image(path: Path) -> bool:
 
 
 def _above(folder: Path) -> frozenset[tuple[int, int]]:
-    """Return the folder and all folders that contain it, with links resolved and not."""
+    """Return (device, inode) of the folder and all its parents, before and after resolving
+    links."""
     folders = {folder, *folder.absolute().parents, *folder.resolve().parents}
     return frozenset(_identity(path.stat()) for path in folders)
 
@@ -160,7 +163,7 @@ def _visible(folder: str | Path) -> "list[os.DirEntry[str]]":
 
 
 def _status(path: "Path | os.DirEntry[str]") -> os.stat_result | None:
-    """Return the status with links resolved; None for broken, circular or forbidden links."""
+    """Return os.stat, which follows links; None for broken, circular or forbidden links."""
     try:
         return path.stat()
     except OSError as error:
@@ -170,7 +173,7 @@ def _status(path: "Path | os.DirEntry[str]") -> os.stat_result | None:
 
 
 def _changed_ns(status: os.stat_result) -> int:
-    """Return the time of change, at most in 2262: later times do not fit into 64 bits."""
+    """Return the modification time in ns, at most in the year 2262: later times exceed 64 bits."""
     return min(status.st_mtime_ns, (1 << 63) - 1)
 
 

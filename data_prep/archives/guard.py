@@ -22,7 +22,8 @@ OF_THE_MACHINE = {
     errno.ESTALE,
     errno.ETIMEDOUT,
 }
-"""Errors of the machine, not of the archive: the same command may succeed later."""
+"""Values of errno for faults of the machine, not of the archive. The same command may succeed
+later."""
 
 
 class SourceError(UserError):
@@ -39,7 +40,7 @@ def damaged(
 def report_damage(
     place: str | Path, *, fix: str = "download it again", field: str = "source.path"
 ) -> Iterator[None]:
-    """Turn exceptions of a parser into one SourceError about `place`."""
+    """Turn any exception of a parser into a SourceError that names `place`."""
     try:
         yield
     except (SourceError, MemoryError):
@@ -55,7 +56,7 @@ def report_damage(
 
 
 def stamp_of(paths: Sequence[Path]) -> str:
-    """Return sizes and times of the files; they change if a file does."""
+    """Return sizes and modification times of the files as one text, to detect changes later."""
     stamps = []
     for path in paths:
         with report_damage(path):
@@ -65,7 +66,7 @@ def stamp_of(paths: Sequence[Path]) -> str:
 
 
 def changed_since(paths: Sequence[Path], stamp: str) -> list[str]:
-    """Return the files that no longer have this stamp."""
+    """Return the files whose size or modification time differs from `stamp`."""
     before = stamp.split()
     assert len(before) == len(paths), (stamp, paths)
     return [
@@ -76,7 +77,7 @@ def changed_since(paths: Sequence[Path], stamp: str) -> list[str]:
 
 
 def check_unchanged(place: str, stamp: str, paths: Sequence[Path]) -> None:
-    """Raise SourceError if the files do not have the stamp of the listing."""
+    """Raise SourceError if the files have changed since they were listed."""
     if stamp_of(paths) != stamp:
         raise changed(place)
 
@@ -92,7 +93,7 @@ def changed(place: str) -> SourceError:
 
 
 def check_md5(path: Path, published: str | Mapping[str, str]) -> None:
-    """Raise SourceError unless the MD5 of the file is the published one, or one of several."""
+    """Raise SourceError unless the MD5 of the file is the published one (or one of several)."""
     with report_damage(path), open(path, "rb") as file:
         found = hashlib.file_digest(file, partial(hashlib.md5, usedforsecurity=False)).hexdigest()
     sums = {path.name: published} if isinstance(published, str) else published

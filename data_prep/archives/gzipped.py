@@ -1,4 +1,4 @@
-"""Files of a .tar.gz, found by the last part of their names.
+"""Read or unpack single files of a .tar.gz, selected by file name without folders.
 
 `read_members` reads files of a small archive into memory. `unpack_members` writes files of a large
 archive into a folder. Both check the checksum at the end of the stream and stop decompressing at
@@ -19,7 +19,7 @@ _PIECE_BYTES: Final = 1 << 22
 
 
 def read_members(path: Path, wanted: Container[str]) -> dict[str, bytes]:
-    """Return the content of every regular file of the archive whose name is `wanted`."""
+    """Return the content of every regular file of the archive whose name is in `wanted`."""
     members = _members(path, wanted, max_bytes=MAX_BYTES)
     return {name: b"".join(pieces) for name, pieces in members}
 
@@ -33,7 +33,7 @@ def unpack_members(path: Path, wanted: Container[str], folder: Path, *, max_byte
 
 
 def unpacked_bytes(path: Path) -> int:
-    """Return the size that the end of the archive states, modulo 4 GiB."""
+    """Return the unpacked size in the gzip trailer, modulo 4 GiB."""
     with report_damage(path), open(path, "rb") as file:
         file.seek(-4, 2)
         return int.from_bytes(file.read(4), "little")

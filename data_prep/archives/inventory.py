@@ -36,33 +36,35 @@ _COLUMNS = {
 
 
 class Container(NamedTuple):
-    """A part of the source that is listed in one step."""
+    """A part of the source that one call lists: a folder, a tar, or a file of records."""
 
     path: str
     """Path relative to the source's root; entries are `path/name`."""
     split: str
     label: int | None = None
-    """Label of all its entries, if known before listing."""
+    """Label of all entries in the container; None if each entry has its own."""
     offset: int = 0
     num_bytes: int = 0
-    """Place within a larger file."""
+    """Byte range within a larger file (`offset`, `num_bytes`)."""
     stamp: str = ""
-    """Size and time of its file; "" if only a listing can show changes."""
+    """Size and modification time of the container's file; "" if only a new listing can show
+    changes."""
 
 
 @dataclass(frozen=True)
 class Entries:
-    """Entries of one container, as columns."""
+    """Entries of one container as parallel columns."""
 
     names: list[str]
     offsets: NDArray[np.int64]
-    """Number for each entry that the source's `read` needs."""
+    """A number for each entry with which the source's `read` finds it."""
     sizes: NDArray[np.int64]
     labels: NDArray[np.int32]
 
     @classmethod
     def of(cls, rows: Sequence[tuple[str, int, int]], *, label: int | Sequence[int]) -> "Entries":
-        """Make columns of (name, offset, size) rows, with one label for all or one for each."""
+        """Convert (name, offset, size) rows to columns. `label`: one for all rows, or one for
+        each."""
         return cls(
             names=[row[0] for row in rows],
             offsets=np.array([row[1] for row in rows], np.int64),
@@ -72,7 +74,7 @@ class Entries:
 
 
 class Entry(NamedTuple):
-    """One input."""
+    """One input file of a build."""
 
     container: Container
     name: str
@@ -82,12 +84,12 @@ class Entry(NamedTuple):
 
     @property
     def locator(self) -> str:
-        """Path relative to the source's root."""
+        """Path of the input relative to the source's root."""
         return f"{self.container.path}/{self.name}" if self.container.path else self.name
 
     @property
     def path(self) -> str:
-        """Name in records."""
+        """The same path as UTF-8 text for records."""
         return printable(self.locator)
 
 
@@ -98,10 +100,10 @@ class Outline:
     classes: tuple[str, ...]
     containers: tuple[Container, ...]
     beside: tuple[tuple[str, str], ...] = ()
-    """Name and stamp of further files that determine labels, such as annotations."""
+    """Name and stamp (size, time) of other files that determine labels, such as annotations."""
 
     def differs_from(self, other: "Outline") -> set[str]:
-        """Return the names of containers and files in which the outlines differ."""
+        """Return the names of containers and files that differ between the two outlines."""
         paths, others = ({part.path for part in outline.containers} for outline in (self, other))
         return (paths ^ others) | {name for name, _ in set(self.beside) ^ set(other.beside)}
 
@@ -118,7 +120,7 @@ class Inventory:
             self.classes, self.containers, tuple((name, stamp) for name, stamp in head["beside"])
         )
         self.files: dict[str, str] = head["files"]
-        """Column file -> sha256."""
+        """Name of each column file -> its sha256."""
         columns = {name: _map(directory / f"{name}.bin", dtype) for name, dtype in _COLUMNS.items()}
         self.container_numbers = columns["container"]
         self.labels, self.sizes = columns["label"], columns["size"]
@@ -144,7 +146,7 @@ class Inventory:
         return name.tobytes().decode("utf-8", "surrogateescape")
 
     def rows_of_container(self, number: int) -> range:
-        """Return the rows of a container, which are consecutive."""
+        """Return the range of row numbers of a container, which are consecutive."""
         first, last = np.searchsorted(self.container_numbers, [number, number + 1])
         return range(int(first), int(last))
 
@@ -156,7 +158,7 @@ def open_inventory(directory: Path, stamp: str) -> Inventory:  # noqa: ARG001 (a
 
 
 def write_inventory(directory: Path, outline: Outline, listed: Iterable[Entries]) -> Inventory:
-    """Write the entries of the outline's containers, in their order, into `directory`."""
+    """Write the entries of all containers, in the outline's order, into `directory`."""
     digest = hashlib.sha256(canonical_json(outline.classes))
     stamp = hashlib.sha256(canonical_json(outline.beside))
     hashes = {name: hashlib.sha256() for name in _COLUMNS}
@@ -191,7 +193,7 @@ def write_inventory(directory: Path, outline: Outline, listed: Iterable[Entries]
 def _sorted_columns(
     number: int, entries: Entries, names_end: int
 ) -> tuple[dict[str, NDArray[Any]], list[bytes]]:
-    """Return the columns of one container, sorted by name, and the names."""
+    """Return the columns of one container, sorted by name, and the encoded names."""
     order = sorted(range(len(entries.names)), key=entries.names.__getitem__)
     names = [entries.names[row].encode("utf-8", "surrogateescape") for row in order]
     columns = {

@@ -28,9 +28,9 @@ COLUMNS = {
     "label": ("label", "class", "class_name", "category", "target", "species", "y"),
     "split": ("split", "set", "subset", "partition"),
 }
-"""Usual names of the columns, in lower case."""
+"""Common column names of each role, in lower case."""
 NUM_TRIED = 10
-"""Rows whose files are looked up if several columns may name them."""
+"""Number of rows whose files are looked up to choose between several possible columns."""
 _SPLITS = {"training": "train", "valid": "val", "validation": "val", "testing": "test"} | {
     name: name for name in ("train", "val", "test")
 }
@@ -49,7 +49,8 @@ def read_labels(
     columns: tuple[tuple[str, str], ...],
     folder: Path,
 ) -> tuple[Row, ...]:
-    """Return the rows. `columns` has (role, name in the table); `folder` has the files."""
+    """Return the rows of the table. `columns` maps a role (file, label, split) to a column name;
+    `folder` contains the files."""
     with report_damage(path, fix="give a CSV or Parquet file", field="source.labels"):
         names, cells = _parquet(path) if path.suffix.lower() in (".parquet", ".pq") else _csv(path)
     at = {
@@ -81,7 +82,7 @@ def read_labels(
 
 
 def class_names(rows: Iterable[Row]) -> tuple[str, ...]:
-    """Return the sorted class names; numbers are sorted by value."""
+    """Return the sorted class names. Numbers are sorted by value."""
     return sorted_names({row.label for row in rows})
 
 
@@ -94,10 +95,8 @@ def sorted_names(names: Collection[str]) -> tuple[str, ...]:
 def rows_of_files(
     path: Path, rows: Iterable[Row], *, files: Iterable[str], folder: Path
 ) -> Mapping[str, Row]:
-    """Return the row of each image file, or raise SourceError if rows and files do not match.
-
-    The file name in a row may lack its ending.
-    """
+    """Return the table row of each image file. Raise SourceError if rows and files do not match.
+    File names in the table may lack the ending."""
     by_name = {file: file for file in files}
     stems: dict[str, str | None] = {}
     for file in by_name:
@@ -180,5 +179,5 @@ def _column(
 
 
 def _is_file(path: Path) -> bool:
-    """Return True if the file exists, with or without an ending."""
+    """Return True if the file exists, with this name or with an added ending."""
     return path.is_file() or any(path.parent.glob(f"{glob.escape(path.name)}.*"))

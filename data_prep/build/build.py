@@ -28,11 +28,12 @@ from data_prep.sources import Source
 from data_prep.workers import Pool, sweep
 
 MAX_INPUT_BYTES = 1 << 30
-"""Larger files are rejected without being read."""
+"""Largest input file in bytes. Larger files are rejected without being read."""
 
 
 def build(settings: BuildSettings) -> Manifest:
-    """Return the finished dataset at `settings.out`. You can repeat it after any interruption."""
+    """Build the dataset at `settings.out` and return its manifest. You can repeat the call after
+    any interruption."""
     directory = settings.directory
     source = open_source_of(settings)
     with own_place(directory), Pool(settings.num_workers) as pool:

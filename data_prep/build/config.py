@@ -17,7 +17,7 @@ DEFAULT_SHARD = 8192
 
 
 def _first_present(given: Any) -> Any:
-    """Return the first of several sources that this machine has, or else the last one."""
+    """Return the first source whose path exists, or else the last one."""
     if isinstance(given, list) and given:
         given = next(filter(_is_present, given), given[-1])
     if not isinstance(given, dict):
@@ -47,7 +47,7 @@ class BuildSettings(ImageSpec):
     name: str | None = Field(None, examples=["my-pictures"])
     """Dataset name in manifests and reports (default: the last part of `out`)."""
     classes: tuple[str, ...] | None = Field(None, min_length=1, examples=[["cat", "dog"]])
-    """Names of the classes to keep (default: all)."""
+    """Names of the classes to keep (default: all classes)."""
     classes_file: str | None = Field(None, examples=["classes.txt"])
     """Text file with one class to keep per line, instead of `classes`."""
     exclude: tuple[str, ...] = Field((), examples=[["duplicates.jsonl"]])
@@ -55,22 +55,23 @@ class BuildSettings(ImageSpec):
     per_class: dict[str, Annotated[int, Field(ge=1)]] | None = Field(
         None, examples=[{"train": 100, "val": 50}]
     )
-    """Number of images to draw from each class, by split. Smaller classes and other splits are
-    omitted. If the source has no `val`, its images are taken from `train`, and equal files of a
-    folder stay in one split. null: all images."""
+    """Number of randomly drawn images per class, by split. Smaller classes and splits without a
+    number are omitted. If the source has no `val`, its images are taken from `train`, and
+    byte-equal files of a folder stay in one split. null: all images."""
     samples_per_shard: int = Field(DEFAULT_SHARD, ge=1, le=1_000_000)
-    """Images in each shard; the last shard of a split may have fewer. One worker writes a shard. If
-    you keep the default, a split of fewer than 131,072 images has up to 16 smaller shards, of 512
-    images or more."""
+    """Images in each shard; the last shard of a split may have fewer. In the default case, a split
+    of fewer than 131,072 images gets up to 16 smaller shards of at least 512 images. Up to 16
+    workers can then write it."""
     order: Literal["shuffled", "listed"] = "shuffled"
-    """shuffled: mix the classes in every shard (seeded). listed: keep the sorted order of the
-    source."""
+    """Order of the images. shuffled: a seeded random order, so every shard mixes the classes.
+    listed: the sorted order of the source."""
     seed: int = Field(0, ge=0)
-    """Seed of the shuffled order."""
+    """Seed of the shuffled order and of `per_class`."""
     max_reject_fraction: float = Field(0.01, ge=0, le=1)
-    """Largest fraction of rejected inputs. Above it the build fails. rejected.jsonl lists them."""
+    """Largest accepted fraction of rejected inputs. The build fails above it. rejected.jsonl lists
+    the rejected inputs."""
     num_workers: NumWorkers = 0
-    """Worker processes; 0 means one per core. They do not change the output."""
+    """Number of worker processes; 0 means one per core. The output does not depend on it."""
 
     @model_validator(mode="after")
     def _default_images_dir(self) -> "BuildSettings":
@@ -113,7 +114,7 @@ class BuildSettings(ImageSpec):
 
     @cached_property
     def kept_classes(self) -> frozenset[str] | None:
-        """Names of the classes to keep; None keeps all."""
+        """Names of the classes to keep; None: all."""
         if self.classes_file is None:
             return None if self.classes is None else frozenset(self.classes)
         return frozenset(read_lines("classes_file", self.classes_file, spelled=True))
@@ -130,7 +131,8 @@ class BuildSettings(ImageSpec):
         return {name: file for name, file in files.items() if file is not None}
 
     def resolved(self) -> "BuildSettings":
-        """Return the same config with absolute paths and class names, for `merge`."""
+        """Return the same config with absolute paths and the listed class names, so that `merge`
+        can use it."""
         paths = {key: getattr(self.source, key, None) for key in ("path", "images_dir")}
         paths = {
             key: str(Path(path).resolve())

@@ -1,7 +1,7 @@
 """Lists of inputs to skip: `dedup` writes them, `build` and `subset` read them.
 
-A list has one JSON object per line. Only `path` is used: the origin of the sample, as in `.paths`
-of a shard. The other fields say why `dedup` listed the sample.
+A list has one JSON object per line. Only `path` is used: the source file of the sample, as in a
+shard's `.paths`. The other fields give the reason.
 """
 
 import json
@@ -28,7 +28,8 @@ class Exclusions:
         return hash_of_json(sorted(self.paths)) if self.paths else ""
 
     def rows(self, inventory: Inventory) -> NDArray[np.int64]:
-        """Return the excluded rows of the inventory. Unknown paths belong to other datasets."""
+        """Return the row numbers of excluded inputs. Paths that the inventory does not have are
+        ignored: they belong to other datasets."""
         numbers = {
             printable(container.path): number
             for number, container in enumerate(inventory.containers)

@@ -1,9 +1,9 @@
-"""`data_prep merge`: make one dataset of the shards of all tasks.
+"""`data_prep merge`: finish a dataset whose shards array tasks have written.
 
 First, `merge` checks that every planned shard has a record of this build and intact files. If the
 source can be reached, it must match its listing. Then `merge` writes rejected.jsonl, annotations,
-the indices for `wids` and manifest.json, and removes the parts. If the manifest already exists,
-only the parts are removed.
+the indices for `wids` and manifest.json, and removes the folder PARTS. If the manifest already
+exists, it only removes PARTS.
 """
 
 import hashlib
@@ -50,10 +50,10 @@ from data_prep.sources import Source, SourceError
 from data_prep.workers import Pool, sweep
 
 NUM_COMPARISONS = 512
-"""Approximate number of jobs in the comparison of a source with its listing."""
+"""Approximate number of worker jobs that compare a source with its listing."""
 NUM_NAMED = 3
 _Changes = tuple[int, tuple[str, ...]]
-"""Number of changed files in one container, and the first of them."""
+"""Number of changed files in one container, and the name of the first."""
 
 
 class TooManyRejected(UserError):  # noqa: N818
@@ -63,7 +63,8 @@ class TooManyRejected(UserError):  # noqa: N818
 
 
 def merge(directory: Path, *, num_workers: int, trust: bool = False) -> Manifest:
-    """Publish the dataset that array tasks have written. `trust` skips the hashes of the shards."""
+    """Finish the dataset that array tasks have written. `trust`: do not check the hashes of the
+    shards."""
     if not (directory / PARTS).is_dir() and not (directory / MANIFEST_NAME).exists():
         raise UserError(
             str(directory),
@@ -90,7 +91,8 @@ def merge(directory: Path, *, num_workers: int, trust: bool = False) -> Manifest
 
 
 def _is_reachable(settings: BuildSettings) -> bool:
-    """Return True if this machine can read the source. An empty folder may be a mount point."""
+    """Return True if this machine can read the source. An empty folder counts as unreachable,
+    because it may be a mount point."""
     path = getattr(settings.source, "path", None) or getattr(settings.source, "images_dir", None)
     if path is None:
         return False
@@ -105,8 +107,8 @@ def _is_reachable(settings: BuildSettings) -> bool:
 
 
 def refuse_changed(work: Workplan, source: Source, pool: Pool) -> None:
-    """Raise SourceError if files were replaced, added or removed since the listing: the shards may
-    then mix two states."""
+    """Raise SourceError if files were replaced, added or removed since the listing. The shards may
+    then mix old and new files."""
     inventory = open_inventory(work.inventory_directory, work.stamp)
     count = len(inventory.containers)
     step = max(1, count // NUM_COMPARISONS)
@@ -166,7 +168,7 @@ def _verified_records(work: Workplan, *, num_workers: int, trust: bool) -> list[
 
 
 def publish(work: Workplan, source: Source, records: list[ShardRecord]) -> Manifest:
-    """Make a dataset of finished shards; write the manifest last."""
+    """Complete a dataset whose shards are finished. The manifest is written last."""
     directory = work.directory
     manifest = manifest_of(
         work.settings,
@@ -207,7 +209,7 @@ def publish(work: Workplan, source: Source, records: list[ShardRecord]) -> Manif
 
 
 def _name_repeats(work: Workplan, records: list[ShardRecord]) -> None:
-    """Print how many stored images of each other split are also in `train`."""
+    """Print the number of images in other splits that are also in `train`."""
     of_split: dict[str, list[NDArray[Any]]] = {}
     for plan, record in zip(work.shards, records, strict=True):
         of_split.setdefault(plan.split, []).append(
@@ -247,7 +249,7 @@ def manifest_of(
     classes: tuple[str, ...],
     **more: Any,
 ) -> Manifest:
-    """Return the manifest and write rejected.jsonl. `split_of` maps shards to splits; `more` has
+    """Write rejected.jsonl and return the manifest. `split_of` maps shards to splits; `more` has
     further fields of the manifest."""
     gathered: dict[str, list[ShardRecord]] = {split: [] for split in sorted(set(split_of.values()))}
     for record in records:
@@ -287,7 +289,7 @@ def manifest_of(
 
 
 def write_annotation(directory: Path, stem: str, bits: NDArray[np.bool_]) -> Annotation:
-    """Write a (samples, columns) matrix of bits, packed."""
+    """Write a boolean (samples, columns) matrix as packed bits."""
     buffer = io.BytesIO()
     np.save(buffer, np.packbits(bits, axis=1))
     data = buffer.getvalue()
@@ -298,7 +300,7 @@ def write_annotation(directory: Path, stem: str, bits: NDArray[np.bool_]) -> Ann
 
 
 def with_limit(directory: Path, manifest: Manifest, max_reject_fraction: float) -> Manifest:
-    """Return the manifest with this limit, and save it if the limit is new."""
+    """Return the manifest with this max_reject_fraction, and save it if the value is new."""
     if manifest.max_reject_fraction != max_reject_fraction:
         manifest = manifest.model_copy(update={"max_reject_fraction": max_reject_fraction})
         save_manifest(directory, manifest)
@@ -306,7 +308,8 @@ def with_limit(directory: Path, manifest: Manifest, max_reject_fraction: float) 
 
 
 def check_reject_fraction(out: Path, manifest: Manifest) -> None:
-    """Raise TooManyRejected. Each command that finds or makes the dataset calls this."""
+    """Raise TooManyRejected if the fraction is above the limit. Each command that finds or makes
+    the dataset calls this."""
     share, allowed = manifest.num_rejected / max(1, manifest.num_read), manifest.max_reject_fraction
     if share > allowed:
         error = TooManyRejected(

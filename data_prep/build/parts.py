@@ -30,9 +30,9 @@ from data_prep.publish import (
 from data_prep.settings import S, Settings, differences
 
 BEGUN = "begun"
-"""Name of the record of the dataset that is being written."""
+"""Name of the file that records which dataset is being written."""
 AT_WORK = "at-work"
-"""Directory whose lock an array task holds while it writes shards."""
+"""Directory that an array task locks while it writes shards."""
 
 
 def refuse_url(out: str) -> str:
@@ -51,11 +51,9 @@ LocalDirectory = Annotated[str, AfterValidator(refuse_url)]
 
 
 def claim(directory: Path) -> None:
-    """Mark the directory as ours before anything else is written in it.
-
-    Files of others in it are neither deleted nor overwritten (issue 17: `parts/`, `.tmp-*` and
-    `rejected.jsonl` of users were). Several array tasks may claim the same directory at once.
-    """
+    """Mark the directory as a dataset of data_prep before anything is written in it. Other files in
+    it are never deleted or overwritten, even if they have names like `parts/`, `.tmp-*` or
+    `rejected.jsonl` (issue 17). Several array tasks may call this at once."""
     make_directory(directory)
     strangers = sorted({path.name for path in directory.iterdir()} - {LOCK})
     if strangers and not (directory / PARTS).is_dir():
@@ -79,14 +77,14 @@ def of_another(directory: Path, before: Mapping[str, Any], config: Mapping[str, 
 
 
 class Unfinished(Settings):
-    """Record of an index or a subset that has begun."""
+    """Contents of begun.json for an index or a subset."""
 
     plan_hash: str
     config: dict[str, Any]
 
 
 def begin(directory: Path, plan_hash: str, config: Mapping[str, Any]) -> None:
-    """Record what is being written, unless the directory holds files of another plan."""
+    """Write begun.json, unless the directory has files of a build with another plan."""
     try:
         begun: Unfinished | None = read_record(directory, BEGUN, Unfinished)
     except (FileNotFoundError, ValueError):
@@ -119,7 +117,7 @@ def sole_builder(directory: Path, *, wait: bool = False) -> Iterator[None]:
 
 @contextmanager
 def own_place(directory: Path, *, wait: bool = False) -> Iterator[None]:
-    """Claim and lock the directory, then remove leftovers of killed writers."""
+    """Claim and lock the directory, then remove temporary files of killed writers."""
     claim(directory)
     with sole_builder(directory, wait=wait):
         (directory / PARTS).mkdir(exist_ok=True)  # the previous holder may have removed it
@@ -132,10 +130,8 @@ def own_place(directory: Path, *, wait: bool = False) -> Iterator[None]:
 
 
 def forget_parts(directory: Path) -> None:
-    """Remove the parts of a finished dataset; a later call removes the rest.
-
-    Killed workers may have left temporary files.
-    """
+    """Remove the folder PARTS of a finished dataset, with temporary files of killed workers. If
+    this is interrupted, a later call removes the rest."""
     with suppress(OSError):
         remove_leftovers(directory)
     parts = directory / PARTS
@@ -151,7 +147,7 @@ def write_record(directory: Path, name: str, record: Settings) -> None:
 
 
 def read_record(directory: Path, name: str, schema: type[S]) -> S:
-    """Return the record; raise ValueError if it was changed."""
+    """Return the record in a JSON file; raise ValueError if the file was changed."""
     return schema.model_validate_json(
         json.dumps(unsealed(json.loads(record_path(directory, name).read_text(encoding="utf-8"))))
     )

@@ -4,7 +4,7 @@ The bytes of a shard depend only on its samples: owner, mode and time are fixed.
 this order, each atomically:
 
 1. `X.tar`, the samples;
-2. `X.npy`, the index, and `X.paths`, the origin of each sample;
+2. `X.npy`, the index, and `X.paths`, the source path of each sample;
 3. `PARTS/X.json`, the record with its own hash. A shard with a record of the same build is
    finished; any other shard is written again.
 """
@@ -39,7 +39,7 @@ class Sample:
 
 class Rejected(Settings):
     key: str
-    """Key that the sample would have."""
+    """Key that the sample would have had in its shard."""
     path: str
     reason: str
     detail: str
@@ -51,7 +51,7 @@ class Rejected(Settings):
 
 
 class ShardRecord(Settings):
-    """Facts of a shard that the manifest needs, kept until the manifest is written."""
+    """Facts of a finished shard, kept on disk until the manifest is written."""
 
     plan_hash: str
     num_inputs: int
@@ -60,9 +60,10 @@ class ShardRecord(Settings):
     channels: ChannelTotals
     rejected: tuple[Rejected, ...]
     extensions: tuple[str, ...] = ()
-    """Extensions of the images, if this program encoded them."""
+    """File extensions of the images; empty if another program encoded them."""
     fingerprints: str = ""
-    """8 bytes of BLAKE2 per stored image, in hexadecimal, if this program encoded them."""
+    """BLAKE2 hash (8 bytes, hexadecimal) of each stored image; empty if another program encoded
+    them."""
 
     @classmethod
     def of(
@@ -86,7 +87,8 @@ def write_shard(
     plan_hash: str,
     rejected: list[Rejected],
 ) -> ShardRecord:
-    """Write `samples` as the shard `name`. The iterator may append to `rejected`."""
+    """Write `samples` as the shard `name`. The iterator may append to `rejected` while it is
+    read."""
     channels = ChannelSums()
     rows: list[tuple[int, int, int]] = []
     paths: list[str] = []
@@ -133,14 +135,14 @@ def write_index(directory: Path, name: str, rows: NDArray[np.int64]) -> str:
 
 
 def write_paths(directory: Path, name: str, paths: list[str]) -> str:
-    """Write the origins of a shard's samples; return the file's sha256."""
+    """Write the source path of each sample of a shard; return the file's sha256."""
     data = "".join(json.dumps(path) + "\n" for path in paths).encode()
     write_atomic(directory / f"{name}.paths", data)
     return hashlib.sha256(data).hexdigest()
 
 
 def count_labels(labels: NDArray[np.int64]) -> dict[str, int]:
-    """Count the labeled samples of each class."""
+    """Return the number of labeled samples of each class."""
     seen, counts = np.unique(labels[labels >= 0], return_counts=True)
     return {str(label): int(count) for label, count in zip(seen, counts, strict=True)}
 
@@ -148,8 +150,8 @@ def count_labels(labels: NDArray[np.int64]) -> dict[str, int]:
 def finished_record(
     directory: Path, name: str, *, plan_hash: str, trust: bool = False
 ) -> ShardRecord | None:
-    """Return the record of a shard of this build if its files are intact. `trust` compares only the
-    size of the tar."""
+    """Return the record of a finished shard of this build, or None if its files are not intact.
+    `trust`: compare only the size of the tar."""
     try:
         record = read_record(directory, name, ShardRecord)
         shard = record.shard

@@ -36,14 +36,14 @@ from data_prep.sources import Source
 from data_prep.workers import Pool
 
 PLAN_DEADLINE_S: Final = 1800.0
-"""Longest wait for a plan while no other process holds OUT."""
+"""Longest wait for a plan in seconds, counted while no other process holds the lock of OUT."""
 POLL_S: Final = 1.0
 FAILURE: Final = "failed.json"
 
 
 @dataclass(frozen=True)
 class ArrayTask:
-    """Task `number` of `total`, counted from 0."""
+    """Task `number` of `total`; numbers start at 0."""
 
     number: int
     total: int
@@ -63,14 +63,14 @@ class ArrayTask:
 
 
 def plan_build(settings: BuildSettings) -> Workplan:
-    """Make or renew the plan that array tasks share."""
+    """Make the plan that array tasks share, or make it again if it does not fit."""
     _refuse_merged(settings.directory)
     with own_place(settings.directory), Pool(settings.num_workers) as pool:
         return prepare(settings, open_source_of(settings), pool)
 
 
 def build_task(settings: BuildSettings, task: ArrayTask) -> int:
-    """Write the shards of one task; return their number."""
+    """Write the shards of one task, and return their number."""
     directory, source = settings.directory, open_source_of(settings)
     _refuse_merged(directory)
     claim(directory)
@@ -144,7 +144,8 @@ def _failure(directory: Path) -> dict[str, Any]:
 
 
 def _attempt() -> str:
-    """Return the array job and the number of its restarts; "" outside an array job."""
+    """Return an identity of this attempt in SLURM (job number and restarts); "" outside an array
+    job."""
     job, restarts = (os.environ.get(f"SLURM_{name}") for name in ("ARRAY_JOB_ID", "RESTART_COUNT"))
     return f"{job}-{restarts or 0}" if job else ""
 
@@ -153,7 +154,7 @@ def _refuse_merged(directory: Path) -> None:
     if (directory / MANIFEST_NAME).exists():
         raise UserError(
             "out",
-            f"{directory} is merged, so no shards are left for a task",
+            f"{directory} is already merged, so no task has shards to write",
             "remove it if you want to build it again",
             code="exists",
         )

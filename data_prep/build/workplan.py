@@ -58,9 +58,9 @@ from data_prep.workers import Pool
 
 INVENTORY_NAME = "inventory"
 NUM_NAMED = 20
-"""Largest number of damaged containers in one error."""
+"""Largest number of damaged containers that one error names."""
 NUM_JOBS, LEAST_SHARD = 16, 512
-"""Shards of a small split, and the fewest samples in a shard."""
+"""Number of shards of a small split, and the smallest number of samples in a shard."""
 CANDIDATE_NAME = TEMPORARY_PREFIX + "candidate"
 
 
@@ -76,19 +76,19 @@ class ShardPlan(Settings):
 class Workplan(Settings):
     settings: BuildSettings
     config: dict[str, Any]
-    """Settings that determine the bytes (`described`)."""
+    """Settings that determine the bytes of the dataset (see `described`)."""
     plan_hash: str
     stamp: str
-    """Stamp of the source's files. If it changes, shards are written again."""
+    """Sizes and times of the source's files. If they change, shards are written again."""
     decoder: str
     classes: tuple[str, ...]
     labels: tuple[int, ...]
-    """Label in the dataset of each class of the inventory; -1 for a skipped class."""
+    """For each class of the inventory, its label in the dataset; -1 for a skipped class."""
     num_left_out: dict[str, int]
     num_held_out: int = 0
     shards: tuple[ShardPlan, ...]
     orders: dict[str, str] = Field(default_factory=dict)
-    """Split -> sha256 of its order's file."""
+    """Split -> sha256 of the file with its order."""
 
     @property
     def directory(self) -> Path:
@@ -96,7 +96,7 @@ class Workplan(Settings):
 
     @property
     def parts_id(self) -> str:
-        """Identity of the plan in the records of finished shards."""
+        """Hash of the plan, stored in the records of finished shards."""
         return f"{self.plan_hash}-{self.stamp[:16]}"
 
     @property
@@ -107,20 +107,20 @@ class Workplan(Settings):
         return self.directory / PARTS / f"order-{split}.npy"
 
     def under(self, settings: BuildSettings) -> "Workplan":
-        """Return the same plan for a config that differs only in settings without effect on the
-        bytes."""
+        """Return the same plan with another config that gives the same bytes."""
         return self.model_copy(update={"settings": settings})
 
 
 def open_source_of(settings: BuildSettings) -> Source:
-    """Open the source. It may unpack an archive into OUT/PARTS."""
+    """Open the source. This may unpack an archive into OUT/PARTS."""
     return open_source(
         settings.source, num_workers=settings.num_workers, work_directory=settings.directory / PARTS
     )
 
 
 def prepare(settings: BuildSettings, source: Source, pool: Pool) -> Workplan:
-    """Return the plan of this build. The caller holds the lock of the directory."""
+    """Return the plan of this build, read from disk or made. The caller holds the directory's
+    lock."""
     directory = settings.directory
     exclusions = load_exclusions(settings.exclude)
     config = described(settings, source, exclusions)
@@ -181,7 +181,7 @@ def prepare(settings: BuildSettings, source: Source, pool: Pool) -> Workplan:
 
 
 def plan_that_fits(settings: BuildSettings, source: Source) -> Workplan | None:
-    """Return the plan in the directory if it is intact and has this config and this source."""
+    """Return the plan in the directory if it is intact and was made for this config and source."""
     begun = load_begun(settings.directory)
     if begun is None:
         return None
@@ -195,7 +195,7 @@ def plan_that_fits(settings: BuildSettings, source: Source) -> Workplan | None:
 
 
 def load_begun(directory: Path) -> Workplan | None:
-    """Return the plan in `directory`, from any machine."""
+    """Return the plan in `directory`. Another machine may have written it."""
     try:
         begun = read_record(directory, BEGUN, Workplan)
     except FileNotFoundError:
@@ -211,7 +211,7 @@ def load_begun(directory: Path) -> Workplan | None:
 
 
 def damaged_file(work: Workplan) -> Path | None:
-    """Return the first changed file of the plan, except its record."""
+    """Return the first file of the plan (except begun.json) whose hash is wrong, or None."""
     inventory = work.inventory_directory
     try:
         found = Inventory(inventory)
@@ -244,8 +244,8 @@ def _has_shards(work: Workplan) -> bool:
 
 
 def _check_decoder(begun: Workplan) -> None:
-    """Raise UserError if the dataset was begun with other libraries: their pixels differ
-    slightly."""
+    """Raise UserError if the dataset was begun with other versions of the decoders, which give
+    slightly different pixels."""
     if begun.decoder != decoder_version():
         raise UserError(
             "out",
@@ -257,10 +257,8 @@ def _check_decoder(begun: Workplan) -> None:
 
 
 def refuse_other_config(settings: BuildSettings, manifest: Manifest) -> None:
-    """Raise UserError if another config made this finished dataset.
-
-    Tables are not compared if the source no longer exists.
-    """
+    """Raise UserError if this finished dataset was made with another config. Label tables are not
+    compared if the source no longer exists."""
     gone = [
         name
         for name, file in settings.tables.items()
@@ -280,7 +278,8 @@ def refuse_other_config(settings: BuildSettings, manifest: Manifest) -> None:
 
 
 def described(settings: BuildSettings, source: Source, exclusions: Exclusions) -> dict[str, Any]:
-    """Return the settings that determine the bytes of the dataset: no paths, no worker count."""
+    """Return the settings that determine the bytes of the dataset, without paths and worker
+    count."""
     others = {"out", "num_workers", "max_reject_fraction", "classes_file"}
     kept, config = settings.kept_classes, settings.model_dump(mode="json", exclude=others)
     classes = None if kept is None else sorted(kept)
@@ -298,7 +297,8 @@ def described(settings: BuildSettings, source: Source, exclusions: Exclusions) -
 def _listed(
     settings: BuildSettings, source: Source, pool: Pool, *, before: Workplan | None
 ) -> Inventory:
-    """Return the existing inventory if no container has changed, otherwise a new candidate."""
+    """Return the existing inventory if no container has changed, otherwise list the source
+    again."""
     outline = outline_of(settings, source)
     directory = settings.directory / PARTS / INVENTORY_NAME
     if before is not None and (directory / HEAD_NAME).exists():
@@ -316,7 +316,7 @@ def _listed(
 
 
 def outline_of(settings: BuildSettings, source: Source) -> Outline:
-    """Return the sorted containers that may hold inputs of the kept classes."""
+    """Return the classes to keep and the sorted containers that may contain their inputs."""
     outline = source.outline()
     outline = replace(outline, classes=tuple(map(printable, outline.classes)))
     kept, containers = settings.kept_classes, outline.containers
@@ -339,7 +339,7 @@ def outline_of(settings: BuildSettings, source: Source) -> Outline:
 
 
 def _entries(source: Source, outline: Outline, pool: Pool, *, ahead: int) -> Iterator[Entries]:
-    """Yield the entries of each container, in order; at most `ahead` wait in memory."""
+    """Yield the entries of each container, in order. At most `ahead` containers wait in memory."""
     waiting: deque[Future[Entries]] = deque()
     damaged: list[UserError] = []
 
@@ -366,7 +366,7 @@ def _entries(source: Source, outline: Outline, pool: Pool, *, ahead: int) -> Ite
 
 
 def all_in_one(errors: list[UserError]) -> UserError:
-    """Return one error that names several damaged files."""
+    """Merge errors of several damaged files into one."""
     first, *others = errors
     if not others:
         return first
@@ -377,7 +377,7 @@ def all_in_one(errors: list[UserError]) -> UserError:
 
 @dataclass
 class _Dropped:
-    """Inputs that a plan skips, with counts."""
+    """Row numbers of inputs that a plan skips, with counts by reason."""
 
     labels: NDArray[np.int32]
     exclusions: Exclusions
@@ -387,7 +387,7 @@ class _Dropped:
 def _write_orders(
     settings: BuildSettings, inventory: Inventory, arrangement: Arrangement, dropped: _Dropped
 ) -> tuple[dict[str, str], list[ShardPlan]]:
-    """Write the order of each split; return each sha256, and all shards."""
+    """Write the order of each split. Return the sha256 of each, and all shards."""
     directory, shards, orders = settings.directory, list[ShardPlan](), dict[str, str]()
     excluded, paths = dropped.exclusions.rows(inventory), dropped.exclusions.paths
     if paths and not len(excluded):
@@ -426,11 +426,8 @@ def _write_orders(
 
 
 def shard_size(num_samples: int, *, most: int) -> int:
-    """Return the samples per shard of a split.
-
-    One worker writes a shard, so a small split has up to `NUM_JOBS` smaller shards. The number of
-    workers has no effect on the bytes.
-    """
+    """Return the number of samples per shard of a split. A small split has up to `NUM_JOBS` smaller
+    shards, because one worker writes a shard. The number of workers has no effect on the bytes."""
     if most != DEFAULT_SHARD:
         return most
     return min(most, max(LEAST_SHARD, -(-num_samples // NUM_JOBS)))
@@ -464,7 +461,7 @@ def _refuse_empty(source: Source, inventory: Inventory, arrangement: Arrangement
 def _draw_images(
     settings: BuildSettings, inventory: Inventory, arrangement: Arrangement, exclusions: Exclusions
 ) -> Arrangement:
-    """Draw the images of `per_class` among the kept ones, and omit classes that have too few."""
+    """Draw the images for `per_class` from the kept ones, and omit classes that have too few."""
     numbers, seed, splits = settings.per_class, settings.seed, dict[str, NDArray[np.int32]]()
     if numbers is None:
         return arrangement
@@ -492,7 +489,7 @@ def _draw_images(
 def _renumber(
     settings: BuildSettings, inventory: Inventory, arrangement: Arrangement
 ) -> tuple[NDArray[np.int32], tuple[str, ...], Counter[str]]:
-    """Return the new label of each class (-1: skipped), the dataset's classes, and counts of
+    """Return the new label of each class (-1: skipped), the dataset's classes, and the numbers of
     skipped inputs."""
     kept = settings.kept_classes
     staying = set(

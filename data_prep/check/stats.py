@@ -2,8 +2,8 @@
 on request.
 
 The manifest has the image sizes, except for encoding keep: then the headers are read (as stored,
-before the EXIF orientation). Recomputed channel statistics are of the central squares of `train`,
-as in `build`. Without `train` they are of all splits.
+before the EXIF orientation). Recomputed channel statistics use the central squares of `train`, as
+in `build`, or of all splits if there is no `train`.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from data_prep.remote import Storage
 
 SPREAD = {"min": 0, "5 %": 5, "median": 50, "95 %": 95, "max": 100}
 NUM_EXTREMES = 3
-"""Number of the largest and of the smallest classes to list."""
+"""How many of the largest and smallest classes are listed."""
 
 
 def stats(
@@ -95,8 +95,7 @@ def _of_split(directory: Path, manifest: Manifest, split: Split) -> dict[str, An
 def spread(
     values: Sequence[int] | NDArray[np.int64], counts: Sequence[int] | None = None
 ) -> dict[str, int]:
-    """Return minimum, mean, maximum and so on of values. `counts` has the frequency of each
-    value."""
+    """Return minimum, mean, maximum and quantiles of values. `counts`: frequency of each value."""
     found = np.percentile(
         values, list(SPREAD.values()), weights=counts or np.ones(len(values)), method="inverted_cdf"
     )
@@ -109,7 +108,7 @@ def spread(
 def _sizes(
     directory: Path, manifest: Manifest, *, num_workers: int, storage: Storage
 ) -> list[dict[str, int]]:
-    """Return the number of images of each size, the most frequent first."""
+    """Return (size, number of images), the most frequent size first."""
     sizes: Counter[tuple[int, int]] = Counter()
     if manifest.encoding != "keep":
         sizes[manifest.image_size, manifest.image_size] = manifest.num_written

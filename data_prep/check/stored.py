@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @contextmanager
 def tar_content(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[mmap.mmap | bytes]:
-    """Yield the content of a shard's tar. A slice copies only that part."""
+    """Yield the bytes of a shard's tar. A slice copies only its own part."""
     with local_tar(directory, shard, storage=storage) as path:
         try:
             file = open(path, "rb")
@@ -59,7 +59,7 @@ def local_tar(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[Pa
 def each_shard(
     function: Callable[[Shard], T], shards: Sequence[Shard], *, title: str, num_workers: int
 ) -> Iterator[T]:
-    """Yield `function` of every shard, in order."""
+    """Yield the result of `function` for every shard, in order."""
     sizes = [shard.num_samples for shard in shards]
     return sweep(function, shards, title=title, unit="images", sizes=sizes, workers=num_workers)
 
@@ -72,8 +72,8 @@ def each_picture(
     storage: Storage,
     rows: Any = slice(None),
 ) -> Iterator[T]:
-    """Yield `function` of the stored bytes of each image, or of the images in `rows` of the
-    index."""
+    """Yield the result of `function` for the stored bytes of each image, or of the images in `rows`
+    of the index."""
     with tar_content(directory, shard, storage=storage) as content:
         for offset, length in load_index(directory, shard)[rows, :2].tolist():
             try:
@@ -88,7 +88,8 @@ def each_picture(
 
 
 def stored_key(content: mmap.mmap | bytes, offset: int) -> str:
-    """Return the key of the sample whose image starts at `offset`, from the preceding header."""
+    """Return the key of the sample whose image starts at `offset`, from the tar header before
+    it."""
     try:
         return key_of(header_name(content[offset - BLOCK : offset]))[0]
     except TarError:

@@ -43,9 +43,9 @@ from data_prep.remote import MissingError, RemoteError, Storage
 from data_prep.tar import Run, TarError, members, runs
 
 BORROWED = ("subset", "index")
-"""Kinds of sources that copy nothing: others have written their tars."""
+"""Source kinds that index existing tars instead of writing their own."""
 MAX_LISTED = 100
-"""Faults of one shard that are listed; the others are counted."""
+"""Number of faults of one shard that are listed. Further faults are only counted."""
 
 
 @dataclass
@@ -73,14 +73,14 @@ class ShardFindings:
 class Verification:
     manifest: Manifest
     faults: list[str]
-    """One line per fault; for a shard with many faults, the first ones."""
+    """Description of each fault; only the first ones for a shard with many faults."""
     num_faults: int
     notes: list[str]
 
 
 @dataclass(frozen=True)
 class _Expected:
-    """Values that a worker compares with a shard."""
+    """Values that a worker compares with the content of a shard."""
 
     directory: Path
     num_classes: int
@@ -94,7 +94,7 @@ class _Expected:
 def verify(
     directory: Path, *, num_workers: int = 1, storage: Storage | None = None
 ) -> Verification:
-    """Return every difference from the manifest."""
+    """Return every difference between the dataset's files and its manifest."""
     manifest, faults = load_manifest(directory), Faults()
     faults.add(*_manifest_faults(manifest))
     with _noting(faults, directory):
@@ -207,7 +207,7 @@ def check_shard(expected: _Expected, shard: Shard) -> ShardFindings:
 
 @contextmanager
 def _noting(faults: Faults, directory: Path) -> Iterator[None]:
-    """Add the error of a reader as a fault."""
+    """Append an exception of a reader to the faults."""
     try:
         yield
     except (DatasetError, MissingError, RemoteError) as error:
@@ -215,8 +215,8 @@ def _noting(faults: Faults, directory: Path) -> Iterator[None]:
 
 
 def stored_labels(manifest: Manifest) -> tuple[int, ...] | None:
-    """Return the content of `.cls` for each class. A subset renumbers classes, but its tars keep
-    the old numbers. None: the tars have no numeric `.cls`."""
+    """Return the number in `.cls` for each class. A subset renumbers classes, but its tars keep the
+    old numbers. None: the tars have no numeric `.cls`."""
     kind = manifest.source.get("kind")
     if kind == "subset":
         labels = manifest.source.get("labels")

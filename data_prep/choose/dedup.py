@@ -1,11 +1,11 @@
 """`data_prep dedup`: list samples that repeat an earlier image; `build` and `subset` read the list.
 
-Samples have one order: other datasets; complete splits (test, val, others); splits that may lose
-samples. Within each, the order of the shards applies.
+All samples are compared in one order: other datasets, then splits that stay complete (test, val,
+others), then splits that may lose samples. Within a split, the order of the shards applies.
 
 1. Among samples with equal pixels, the first stays.
 2. Among samples with equal perceptual hashes and similar colors, the first stays.
-3. A remaining sample is dropped if it is near an earlier one that stays.
+3. A remaining sample is dropped if its perceptual hash is near that of an earlier one that stays.
 
 Test sets stay complete, and every dropped sample is like one that stays. A dataset built without
 the listed samples has no duplicates in these splits.
@@ -37,7 +37,8 @@ PRIORITY = {"test": 0, "val": 1}
 
 @dataclass(frozen=True)
 class Part:
-    """One split of one dataset, and its positions in the order."""
+    """One split of one dataset. `start` is the position of its first sample in the concatenation of
+    all splits."""
 
     directory: Path
     manifest: Manifest
@@ -56,20 +57,21 @@ class Part:
 
 @dataclass(frozen=True)
 class Duplicates:
-    """The dropped samples."""
+    """Samples that repeat an earlier one."""
 
     parts: list[Part]
     positions: Ids
-    """Positions in the order of all samples, ascending."""
+    """Positions of the repeated samples in the concatenation of all splits, ascending."""
     likes: Ids
-    """Earlier sample that resembles each dropped one."""
+    """Position of the earlier sample that each of them repeats."""
     distances: NDArray[np.int64]
-    """Bits of the perceptual hash that differ; -1 for equal pixels."""
+    """Number of differing bits of the perceptual hashes; -1 for equal pixels."""
     num_plain: int
-    """Images of the dataset that are compared by pixels only (hashes.py)."""
+    """Number of images that are compared by pixels only (see hashes.py)."""
 
     def pairs(self) -> Iterator[tuple[int, int, int, Part, Part]]:
-        """Yield position, similar position and distance of each dropped sample, and both parts."""
+        """Yield for each dropped sample: its position, the earlier position, the distance, and the
+        splits of both."""
         columns = (self.positions.tolist(), self.likes.tolist(), self.distances.tolist())
         for position, like, distance in zip(*columns, strict=True):
             part, other = (
@@ -89,8 +91,8 @@ def find_duplicates(
     num_workers: int = 1,
     storage: Storage | None = None,
 ) -> Duplicates:
-    """Return the samples that `splits` of the dataset lose. `near` None: only equal pixels
-    count."""
+    """Return the samples of `splits` that repeat an earlier one. `near` is the largest Hamming
+    distance; None: only equal pixels count."""
     if near is not None and not 0 <= near <= MAX_NEAR:
         fix = f"choose 0 to {MAX_NEAR}; larger distances match different images"
         raise UserError("--max-hamming", f"{near} is not valid", fix, code="bad-value")
@@ -134,8 +136,8 @@ def _parts(directory: Path, against: tuple[Path, ...], splits: tuple[str, ...]) 
 
 
 def compare(hashes: Hashes, *, near: int | None, first: int) -> tuple[Ids, NDArray[np.int64]]:
-    """Return the earlier similar sample for each sample, or -1, and the number of differing bits
-    (-1: equal pixels)."""
+    """Return for each sample the position of the earlier similar sample (-1: none), and the number
+    of differing bits (-1: equal pixels)."""
     like, distance = np.full(len(hashes), -1, np.int64), np.full(len(hashes), -1, np.int64)
     pixels = hashes["pixels"]
     order = np.lexsort((pixels[:, 1], pixels[:, 0]))  # stable: equal hashes stay in their order
@@ -158,8 +160,8 @@ def compare(hashes: Hashes, *, near: int | None, first: int) -> tuple[Ids, NDArr
 
 
 def _join_equal_bits(hashes: Hashes, left: Ids, like: Ids, distance: NDArray[np.int64]) -> Ids:
-    """Do step 2 and return the others. Rounds avoid comparing a thousand copies of one image in
-    pairs."""
+    """Do step 2 of the module docstring and return the remaining samples. It works in rounds,
+    because comparing a thousand copies of one image in pairs is slow."""
     remaining, firsts = left, [np.zeros(0, np.int64)]
     while len(remaining):
         _, heads, inverse = np.unique(
@@ -203,7 +205,7 @@ def _reason(distance: int) -> str:
 
 
 def _names(found: Duplicates, storage: Storage) -> dict[int, tuple[str, str]]:
-    """Return key and path of both samples of each pair; read every shard once."""
+    """Return key and path of both samples of each pair. Every shard is read once."""
     positions = np.unique(np.concatenate([found.positions, found.likes]))
     names: dict[int, tuple[str, str]] = {}
     for part in found.parts:
@@ -222,7 +224,7 @@ def _names(found: Duplicates, storage: Storage) -> dict[int, tuple[str, str]]:
 
 
 def check_out(path: Path) -> None:
-    """Fail before hours of hashing if this path cannot be written."""
+    """Raise UserError, before hours of hashing, if this path cannot be written."""
     code: Code = "unreadable"
     if path.suffix != ".jsonl" or path.name == REJECTED_NAME:
         problem, code = "is not valid", "bad-value"

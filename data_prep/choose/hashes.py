@@ -33,24 +33,24 @@ from data_prep.remote import Storage
 Hashes = NDArray[np.void]
 DTYPE = np.dtype([("pixels", "<u8", 2), ("bits", "<u8"), ("colors", "i1", 48), ("plain", "?")])
 VERSION = 2
-"""Version of the fingerprints. Cached hashes of another version are not used."""
+"""Version of the fingerprints. Cached hashes of other versions are ignored."""
 NUM_BITS, SIDE, GRID = 64, 32, 4
 SAME_COLORS = 0.95
-"""Correlation of the grids. Re-encoding (quality 20), halving and a crop of 3 % stay above 0.96,
-different images below 0.84."""
+"""Smallest correlation of two color grids that count as equal. Re-encoding (quality 20), halving
+the size and a crop of 3 % stay above 0.96; different images stay below 0.84."""
 PLAIN_SPREAD = 3.0
-"""Standard deviation, in 255 gray levels."""
+"""Largest standard deviation, in levels of 0 to 255, of an image of nearly one color."""
 FLAT_SHARE, FLAT_LEVELS, INK_SPREAD = 0.3, 5, 3.0
-"""Line art has two properties. At least this fraction of its pixels is within FLAT_LEVELS
+"""Thresholds of line art. At least the fraction FLAT_SHARE of its pixels is within FLAT_LEVELS
 neighboring gray levels. Its colors are on one line between ground and ink: their standard deviation
-across the line is below INK_SPREAD (255 levels)."""
+across the line is below INK_SPREAD (of 255 levels)."""
 _COLOR_SCALE = 18.0  # 48 values of mean 0 and spread 1 are within +-7
 _BATCH = 256
 
 
 def shard_hashes(directory: Path, cache: Path | None, storage: Storage, shard: Shard) -> Hashes:
-    """Return one record for each row of the index, in a worker. Hashes in `cache` of the same bytes
-    are reused."""
+    """Return the fingerprints of each row of the index, in a worker process. Hashes of the same
+    bytes are taken from `cache`."""
     identity = f"{VERSION}:{shard.sha256}:{shard.index_sha256}".encode()
     kept = None if cache is None else cache / f"{hashlib.sha256(identity).hexdigest()[:32]}.npy"
     if kept is not None:
@@ -72,7 +72,7 @@ def shard_hashes(directory: Path, cache: Path | None, storage: Storage, shard: S
 
 
 def picture_hashes(pictures: list[Image.Image]) -> Hashes:
-    """Return the hashes of upright RGB images. Only the central square of an image counts."""
+    """Return the fingerprints of upright RGB images. Only the central square of an image counts."""
     hashes = np.zeros(len(pictures), DTYPE)
     small = [
         resize(picture, size=SIDE, crop="center", interpolation="bicubic") for picture in pictures
@@ -105,7 +105,8 @@ def _is_line_art(luma: NDArray[np.float64], rgb: NDArray[np.float64]) -> NDArray
 
 
 def _flat_share(luma: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the largest fraction of each image within `FLAT_LEVELS` gray levels."""
+    """Return, for each image, the largest fraction of pixels within `FLAT_LEVELS` neighboring gray
+    levels."""
     levels = luma.reshape(len(luma), -1).astype(np.int64)
     counts = np.bincount(
         (levels + 256 * np.arange(len(luma))[:, None]).ravel(), minlength=256 * len(luma)
@@ -118,7 +119,7 @@ def _flat_share(luma: NDArray[np.float64]) -> NDArray[np.float64]:
 def same_colors(
     colors: NDArray[np.int8], a: NDArray[np.int64], b: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Return True for each pair (a[i], b[i]) whose grids agree."""
+    """Return, for each pair (a[i], b[i]), True if the color grids agree."""
     same = np.empty(len(a), np.bool_)
     for start in range(0, len(a), 1 << 17):
         part = slice(start, start + (1 << 17))
@@ -145,7 +146,8 @@ def _cosine_bits(luma: NDArray[np.float64]) -> NDArray[np.uint64]:
 
 @lru_cache
 def _cosines() -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the transform, and the positions of the lowest frequencies, in order."""
+    """Return the matrix of the cosine transform, and the positions of the lowest frequencies, in
+    order."""
     k = np.arange(SIDE)
     matrix = np.cos(np.pi * (2 * k[None] + 1) * k[:, None] / (2 * SIDE))
     places = sorted(

@@ -22,13 +22,14 @@ Ids = NDArray[np.int64]
 NUM_BITS = 64
 MAX_NEAR = 10
 _SORT_COST, _PAIR_COST = 300.0, 30.0
-"""Approximate nanoseconds per hash and per compared pair; only their ratio matters."""
+"""Approximate cost in ns per sorted hash and per compared pair. Only their ratio matters."""
 
 
 def near_pairs(
     bits: NDArray[np.uint64], *, near: int, first: int = 0
 ) -> tuple[Ids, Ids, NDArray[np.uint8]]:
-    """Return (a, b, distance) of all pairs a < b with b >= `first`, sorted by b, distance and a."""
+    """Return (a, b, distance) of all near pairs a < b with b >= `first`, sorted by b, distance and
+    a."""
     masks = plan(len(bits), near=near)
     found: list[tuple[Ids, Ids]] = []
     with progress("comparing hashes", total=len(masks), unit="tables") as line:
@@ -44,7 +45,7 @@ def near_pairs(
 def _pairs_of_table(
     bits: NDArray[np.uint64], masks: list[np.uint64], *, near: int, first: int
 ) -> tuple[Ids, Ids]:
-    """Return the pairs that the last mask finds and no earlier mask."""
+    """Return the pairs that the last mask finds and no earlier mask finds."""
     keys = bits & masks[-1]
     order = np.argsort(keys)
     keys, ordered = keys[order], bits[order]  # compared values are contiguous
@@ -66,7 +67,7 @@ def _pairs_of_table(
 
 
 def plan(num_hashes: int, *, near: int) -> list[np.uint64]:
-    """Return the bits to sort by, one mask for each table."""
+    """Return one bit mask for each table: the bits to sort by."""
 
     def cost(agreeing: int) -> float:
         num_blocks = near + agreeing

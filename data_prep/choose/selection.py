@@ -16,11 +16,8 @@ Ids = NDArray[np.int64]
 
 
 def ranking(labels: Ids, *, seed: int, keep: NDArray[np.bool_]) -> Ids:
-    """Return the positions in `keep`, in the order in which they are chosen.
-
-    The order within a class depends only on the position in the split, so excluded samples change
-    no other.
-    """
+    """Return the positions in `keep` in the order of selection. The order within a class depends
+    only on positions in the split, so excluding samples does not change the order of the others."""
     positions = np.flatnonzero(keep)
     ranks, sizes, classes = _ranks(labels, positions, seed=seed)
     priorities = (ranks + 0.5) / sizes
@@ -36,7 +33,7 @@ def per_class(labels: Ids, count: int, *, seed: int, keep: NDArray[np.bool_]) ->
 
 
 def _ranks(labels: Ids, positions: Ids, *, seed: int) -> tuple[Ids, Ids, Ids]:
-    """Return for each position its rank in the seeded order of its class, the class size, and the
+    """Return, for each position, its rank in the seeded order of its class, the class size, and the
     class."""
     classes = labels[positions]
     draws = _draws(len(labels), seed=seed, stream=0)[positions]
@@ -52,8 +49,8 @@ def _ranks(labels: Ids, positions: Ids, *, seed: int) -> tuple[Ids, Ids, Ids]:
 
 
 def _draws(count: int, *, seed: int, stream: int) -> NDArray[np.uint64]:
-    """Return raw words, which are equal in all numpy versions; numpy does not promise this of
-    permutations."""
+    """Return raw random words. numpy does not promise equal permutations in all versions, but equal
+    raw words."""
     return np.asarray(
         np.random.Philox(np.random.SeedSequence([seed, stream])).random_raw(count), np.uint64
     )

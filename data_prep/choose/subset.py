@@ -1,9 +1,9 @@
 """`data_prep subset`: some samples of a dataset as another dataset, without copying an image.
 
 The new directory has a manifest, and the index rows and paths of each shard with chosen samples.
-The tars stay in place, named relative to the new directory: move both or neither. Size and sha256
-of a tar are of the complete file. Channel mean and standard deviation are the parent's, so runs on
-different fractions have the same inputs.
+The tars stay in place. The manifest has paths relative to the new directory: move both datasets or
+neither. It has size and sha256 of complete tars. Channel mean and standard deviation are the
+parent's, so runs on different fractions have the same inputs.
 
 1. Choose the samples (selection.py). If the same call has finished, stop.
 2. Under the lock of the new directory, write indices, paths and annotations, then the manifest.
@@ -43,14 +43,14 @@ from data_prep.settings import Settings, nearest, read_lines
 
 
 class Selection(Settings):
-    """Requested samples. At most one of `fraction`, `count` and `per_class` is set; without them
-    all samples that are not excluded are taken."""
+    """The requested samples. At most one of `fraction`, `count` and `per_class` is set. Without
+    them, all samples except excluded ones are taken."""
 
     fraction: float | None = Field(None, gt=0, le=1)
     count: int | None = Field(None, ge=1)
     per_class: int | None = Field(None, ge=1)
     split: str = "train"
-    """Split that the size applies to; other splits stay complete."""
+    """Split to which fraction, count or per_class applies; other splits stay complete."""
     seed: int = Field(0, ge=0)
     classes_file: str | None = None
     exclude: tuple[str, ...] = ()
@@ -64,21 +64,22 @@ class Selection(Settings):
             raise SettingsError(sizes[1], problem, fix, code="conflict")
         if not sizes and self.classes_file is None and not self.exclude:
             fix = "give --fraction, --count, --per-class, --classes-file or --exclude"
-            raise SettingsError("fraction", "nothing is chosen", fix, code="missing-value")
+            raise SettingsError("fraction", "no selection is given", fix, code="missing-value")
         return self
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The samples of one split."""
+    """The chosen samples of one split."""
 
     positions: Ids
     """Positions in the parent's split, ascending."""
     labels: NDArray[np.int64]
-    """Label in the subset of every sample of the parent's split; -2 for a missing class."""
+    """For every sample of the parent's split, its label in the subset; -2 if the class is
+    omitted."""
     left_out: dict[str, int]
     excluded: frozenset[str]
-    """Listed paths in the split."""
+    """Paths of the exclusion lists that are in this split."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class _Parent:
 
 
 def subset(source: Path, out: Path, selection: Selection) -> Manifest:
-    """Return the finished dataset `out`. You can repeat it after any interruption."""
+    """Make the subset `out` and return its manifest. You can repeat the call after any
+    interruption."""
     manifest = load_manifest(source)
     if out.resolve() == source.resolve():
         problem, fix = f"{out} is the parent dataset", "choose another directory"
@@ -159,7 +161,7 @@ def _classes(parent: Manifest, file: str | None) -> tuple[str, ...]:
 
 
 def _describe(parent: _Parent, selection: Selection) -> dict[str, object]:
-    """Return `source` of the subset's manifest, which determines its bytes."""
+    """Return the `source` section of the subset's manifest, which determines its bytes."""
     manifest, classes = parent.manifest, parent.classes
     names = {"fraction", "count", "per_class", "split", "seed"}
     numbers = {name: number for number, name in enumerate(manifest.classes)}
@@ -178,7 +180,7 @@ def _describe(parent: _Parent, selection: Selection) -> dict[str, object]:
 def _existing(
     out: Path, description: dict[str, object], plan_hash: str, parent: _Parent
 ) -> Manifest | None:
-    """Return the finished dataset, unless its tars have moved."""
+    """Return the manifest of a finished subset; fail if its tars have moved."""
     if not (out / MANIFEST_NAME).exists():
         return None
     manifest = load_manifest(out)
@@ -236,7 +238,7 @@ def _sized(
 
 
 def _listed(parent: _Parent, split: Split, found: set[str]) -> list[bool]:
-    """Return for every sample if its path is listed; add the listed paths to `found`."""
+    """Return, for every sample, True if its path is listed. Add the listed paths to `found`."""
     listed, is_listed = parent.exclusions.paths, list[bool]()
     with progress("reading paths", total=split.num_samples, unit="paths") as line:
         for shard in split.shards:

@@ -36,8 +36,8 @@ def add_verb(
     schema: str | None = None,
     description: str | None = None,
 ) -> argparse.ArgumentParser:
-    """Add a command with the options of `SHARED` that it names. `schema`: its settings, as
-    module:Class."""
+    """Add a command with the options of `SHARED` that are given. `schema`: class of its settings,
+    as module:Class."""
     parser = verbs.add_parser(name, help=help, description=description, epilog=examples)
     parser.set_defaults(run=run, after_a_stop=after_a_stop, schema=schema)
     if schema:
@@ -48,7 +48,7 @@ def add_verb(
 
 
 def json_options(text: str) -> dict[str, Any]:
-    """Parse a JSON object. Errors do not repeat it, because it may be secret."""
+    """Parse a JSON object. Errors do not print it, because it may be secret."""
     try:
         options = json.loads(text)
     except ValueError:
@@ -61,13 +61,14 @@ def json_options(text: str) -> dict[str, Any]:
 
 
 def place(text: str) -> Path | str:
-    """Keep a URL as text: Path makes one slash of two."""
+    """Return a URL unchanged and anything else as a Path, because Path would merge the slashes of a
+    URL."""
     return text if "://" in text else Path(text)
 
 
 def directory_of(options: argparse.Namespace, dataset: Path | str | None = None) -> Path:
-    """Return the local directory of `dataset` (default: the command's own). For a URL, everything
-    but the shards is copied first."""
+    """Return the local directory of `dataset` (default: the dataset on the command line). For a
+    URL, copy everything but the shards first."""
     from data_prep.local_copy import local_copy
 
     return local_copy(dataset or options.dataset, storage=options.storage)
@@ -97,12 +98,12 @@ SHARED: dict[str, dict[str, dict[str, Any]]] = {
     },
     "json": {"--json": {"action": "store_true", "help": "print the result as JSON"}},
 }
-"""Options that several commands have, by group."""
+"""Options that several commands share, by group."""
 
 
 def settings_of(schema: type[S], options: argparse.Namespace, shortcuts: list[str]) -> S:
-    """Return the settings from the optional CONFIG, the key.path=value words, and the options that
-    are short for settings."""
+    """Return the settings from CONFIG (optional), the key.path=value words, and options that set a
+    setting."""
     config, overrides = options.config, list(options.overrides)
     if config is not None and "=" in config:
         config, overrides = None, [config, *overrides]

@@ -47,7 +47,7 @@ REMEDIES = {
     "label_out_of_range": "count labels from 0; give classes_file a line for each",
     "unknown_class": "add the names to classes_file, or remove classes_file",
 }
-"""Fixes of rejected inputs, by reason."""
+"""Fix for each reason of a rejection."""
 
 
 def add_verbs(verbs: Verbs) -> None:
@@ -149,7 +149,7 @@ def settings_to_build(options: argparse.Namespace) -> "BuildSettings":
 
 
 def shown(settings: S) -> S:
-    """Return the settings without possible secrets."""
+    """Return the settings for printing, without possible secrets."""
     storage = getattr(settings, "storage", None)
     return settings.model_copy(update={"storage": dict.fromkeys(storage, "...")} if storage else {})
 

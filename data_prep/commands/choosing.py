@@ -13,7 +13,7 @@ from data_prep.settings import validate
 
 NEAR = 6
 MANY = 0.05
-"""Fraction of a split; larger losses print a warning."""
+"""Fraction of a split. Dropping more prints a warning."""
 
 
 def add_verbs(verbs: Verbs) -> None:

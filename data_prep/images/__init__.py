@@ -3,10 +3,10 @@
 An unusable image raises Rejection. Downscaling is antialiased with PIL's bicubic or bilinear
 filter, or OpenCV's INTER_AREA, which FFCV used for the images of the public checkpoints.
 
-Drafts (`ImageSpec.draft`) save a quarter of the time of a JPEG of 400 pixels. Tests bound their
-difference from a full decode, in levels of 255. Photographs: at most 1 in the mean, 6 anywhere.
-White noise: 3 in the mean. Stripes and checkerboards of full contrast, a few pixels wide: 10 in the
-mean. Set draft=false to train on such textures.
+Drafts (JPEGs decoded at reduced size, `ImageSpec.draft`) save a quarter of the time for a JPEG of
+400 pixels. Tests bound their difference from full decoding, in levels of 255. Photographs: at most
+1 in the mean, 6 anywhere. White noise: 3 in the mean. Stripes and checkerboards of full contrast, a
+few pixels wide: 10 in the mean. Set draft=false to train on such textures.
 """
 
 from dataclasses import dataclass
@@ -46,28 +46,31 @@ _PIL_FILTERS = {
 
 
 class ImageSpec(Settings):
-    """The images that `build` writes."""
+    """The stored images of a dataset."""
 
     image_size: int = Field(64, ge=8, le=1024)
     """Width and height of the stored images, in pixels."""
     crop: CropPolicy = "center"
-    """center: resize the central square; both ends of the longer side are lost. squash: resize the
-    complete image to a square. longer_side: shrink until the longer side is `image_size` (never
-    enlarge), then crop as center, as FFCV did for the public checkpoints. full: squash, and store
-    the original shape in the JPEG (encoding=jpeg). Random crops then use the complete image, as in
-    timm; otherwise the model gets the central square."""
+    """Crop before resizing. center: the central square; both ends of the longer side are lost.
+    squash: the complete image, resized to a square. longer_side: shrink until the longer side is
+    `image_size` (never enlarge), then crop as center, as FFCV did for the public checkpoints. full:
+    squash, and store the original shape in the JPEG (needs encoding=jpeg). Random crops then use
+    the complete image, as in timm; without random crops, the model gets the central square."""
     interpolation: Filter = "bicubic"
-    """Filter for resizing. area is OpenCV's INTER_AREA, as in FFCV, and uses no drafts."""
+    """Filter for resizing. area is OpenCV's INTER_AREA, as in FFCV; it is slower, because JPEGs are
+    always decoded at full size."""
     encoding: Encoding = "raw"
-    """raw: binary PPM, the fastest to read. jpeg: encode again. keep: check and store the input's
-    bytes. Transparent pixels become white; with keep, each reader does this."""
+    """File format. raw: binary PPM, the fastest to read. jpeg: compress again. keep: store the
+    input's bytes after a check. Transparent pixels become white; with keep, they become white when
+    the image is read."""
     jpeg_quality: int = Field(95, ge=1, le=100)
     """JPEG quality on libjpeg's scale."""
     draft: bool = True
-    """Decode large JPEGs at 1/2, 1/4 or 1/8 before resizing."""
+    """Decode large JPEGs at 1/2, 1/4 or 1/8 of their size before resizing, which is faster."""
     max_pixels: int = Field(PIXEL_BUDGET, ge=1, le=MAX_PIXELS)
-    """Reject larger images. For a draft, its decoded pixels count, unless encoding=keep. Each pixel
-    takes up to 16 bytes of memory."""
+    """Largest number of pixels of an input; larger images are rejected. If a JPEG is decoded at
+    reduced size, its decoded pixels count, unless encoding=keep. Each pixel takes up to 16 bytes of
+    memory."""
 
     @model_validator(mode="after")
     def _shape_is_stored(self) -> Self:
@@ -79,7 +82,7 @@ class ImageSpec(Settings):
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """One written image. Statistics are of `pixels`."""
+    """One encoded image. Channel statistics are computed from `pixels`."""
 
     data: bytes
     extension: str
@@ -87,7 +90,7 @@ class EncodedImage:
 
 
 def convert(data: bytes, spec: ImageSpec) -> EncodedImage:
-    """Return the sample of an image; raises Rejection."""
+    """Return the image as it is stored in a dataset; raise Rejection if it cannot be used."""
     if spec.encoding == "keep":
         size_of(data, max_pixels=spec.max_pixels)  # readers decode it at full size
     may_draft = spec.draft and spec.interpolation != "area"
@@ -104,7 +107,8 @@ def convert(data: bytes, spec: ImageSpec) -> EncodedImage:
 
 
 def square(picture: Picture | Image.Image, spec: ImageSpec) -> Image.Image:
-    """Return the stored pixels, also of an image that PIL has opened; raises Rejection."""
+    """Return the pixels that `build` stores, also for an image that PIL has opened; raise
+    Rejection."""
     picture = picture if isinstance(picture, Picture) else Picture.of(picture)
     sizes = spec.image_size, spec.crop, spec.interpolation
     if spec.interpolation == "area":  # turned before the crop: OpenCV needs integer pixels
@@ -114,7 +118,7 @@ def square(picture: Picture | Image.Image, spec: ImageSpec) -> Image.Image:
 
 
 def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, str]:
-    """Return the complete upright RGB image, and the extension of its true format."""
+    """Return the complete upright RGB image, and the file extension of its true format."""
     picture = read_picture(data, max_pixels=max_pixels)
     return picture.upright(picture.pixels), picture.extension
 
@@ -122,7 +126,7 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, s
 def decode_square(
     data: bytes, out_HW3: NDArray[np.uint8], *, crop: CropPolicy, interpolation: Filter
 ) -> None:
-    """Decode an image into a square array, as in training; raises Rejection."""
+    """Decode an image into a square array, as training does; raise Rejection."""
     if decode_plain_into(data, out_HW3):
         return
     picture, _ = decode(data)
@@ -137,10 +141,8 @@ def resize(
     *,
     extent: tuple[float, float] | None = None,
 ) -> Image.Image:
-    """Return a square of `size` pixels; see `ImageSpec.crop`.
-
-    `extent` is the width and height in pixels of `image` if they are not integers.
-    """
+    """Return a square of `size` pixels; see `ImageSpec.crop`. `extent`: exact width and height of
+    the content of `image`, if they are not integers (JPEGs decoded at reduced size)."""
     width, height = extent or image.size
     if image.size == (size, size) == (width, height):
         return image
@@ -171,7 +173,8 @@ def _resampled(
 
 @cache
 def _opencv() -> ModuleType:
-    """Return OpenCV, whose import takes as long as all other imports of a build together."""
+    """Import OpenCV only when it is needed: its import takes as long as all other imports of a
+    build."""
     import cv2
 
     cv2.setNumThreads(1)

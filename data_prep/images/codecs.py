@@ -26,21 +26,22 @@ _BITS: Final = re.compile(rb"pixi.{5}(.)", re.DOTALL)
 _QUARTERS: Final = re.compile(rb"\0\0\0\x09irot(.)", re.DOTALL)
 _MIRROR: Final = re.compile(rb"\0\0\0\x09imir(.)", re.DOTALL)
 _ORIENTATIONS: Final = {None: (1, 8, 3, 6), 0: (4, 5, 2, 7), 1: (2, 7, 4, 5)}
-"""Mirrored axis -> EXIF's orientation for each number of quarter turns against the clock."""
+"""Axis of a mirrored image (or none) -> EXIF orientation for each number of counterclockwise
+quarter turns."""
 _RATIOS: Final = ((1, 1), (1, 1), (12, 10), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))
-"""Width to height in a header of JPEG XL; the first is not used."""
+"""Ratios of width to height in a JPEG XL header; the first is not used."""
 
 
 class Header(NamedTuple):
     extension: str
     size: tuple[int, int]
     metadata: dict[str, bytes]
-    """Metadata by PIL's names, exif and xmp."""
+    """Metadata under PIL's names, exif and xmp."""
     bits: int = 8
 
     @classmethod
     def of(cls, data: bytes) -> "Header | None":
-        """Read the header; None for other formats. Raises Rejection."""
+        """Read the header; return None for other formats; raise Rejection if it is damaged."""
         header = None
         if _WEBP.match(data):
             header = _webp(data)
@@ -49,12 +50,12 @@ class Header(NamedTuple):
         elif _JXL.match(data):
             header = Header("jxl", _jxl_size(data), {})
         if header is not None and 0 in header.size:
-            raise Rejection("not_an_image", f"a {header.extension} file without a frame")
+            raise Rejection("not_an_image", f"a {header.extension} file that contains no image")
         return header
 
 
 def decode_coded(data: bytes, header: Header) -> Image.Image:
-    """Return the first frame as it is stored. Raises Rejection, or the decoder's own error."""
+    """Decode the first frame without turning it. Raise Rejection, or the decoder's own error."""
     import imagecodecs
 
     try:
@@ -97,7 +98,7 @@ def _webp(data: bytes) -> Header:
 
 
 def _webp_size(name: bytes, body: bytes) -> tuple[int, int] | None:
-    """Return the size in a chunk, if it has one."""
+    """Return the width and height in a chunk, if it has them."""
     if name == b"VP8X":
         return 1 + int.from_bytes(body[4:7], "little"), 1 + int.from_bytes(body[7:10], "little")
     if name == b"VP8L":  # after a byte of signature, 14 bits each
@@ -112,7 +113,8 @@ def _webp_size(name: bytes, body: bytes) -> tuple[int, int] | None:
 
 
 def _avif(data: bytes) -> Header:
-    """Read the properties of the image; a thumbnail is smaller, and tiles are parts of it."""
+    """Read the properties of the largest image: a thumbnail is smaller, and tiles are parts of
+    it."""
     extents = [(int.from_bytes(w), int.from_bytes(h)) for w, h in _EXTENT.findall(data)]
     bits, quarters, mirror = (each.search(data) for each in (_BITS, _QUARTERS, _MIRROR))
     exif = Image.Exif()
@@ -131,7 +133,7 @@ def _jxl_size(data: bytes) -> tuple[int, int]:
             stream = {b"jxlc": data[at + 8 :], b"jxlp": data[at + 12 :]}.get(name, b"")
             at += num_bytes or len(data)
     if len(stream) < 12:
-        raise Rejection("truncated", f"{len(data):,} bytes of a header of JPEG XL")
+        raise Rejection("truncated", f"{len(data):,} bytes of a JPEG XL header")
     bits = int.from_bytes(stream[2:12], "little")
 
     def take(count: int) -> int:

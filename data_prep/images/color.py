@@ -13,11 +13,12 @@ from data_prep.images.rejection import Rejection
 _TIFF_BITS, _TIFF_PHOTOMETRIC, _TIFF_WHITE_IS_ZERO = 258, 262, 0
 _LAYERED = ("RGBA", "LA", "PA", "RGBa", "La")
 MODES = ("RGB", "L", "1", "P", "CMYK", "YCbCr", "RGBX", *_LAYERED)
-"""Modes that become RGB."""
+"""Pillow's pixel modes that can be converted to RGB."""
 
 
 def rawmode_of(image: Image.Image) -> str:
-    """Return how the file packs its pixels, for an image that is opened but not loaded."""
+    """Return Pillow's raw mode of an image that is opened but not loaded: how the file packs its
+    pixels."""
     tiles = getattr(image, "tile", None)
     arguments = tiles[0][3] if tiles else ""
     first = arguments[0] if isinstance(arguments, tuple) and arguments else arguments
@@ -25,7 +26,7 @@ def rawmode_of(image: Image.Image) -> str:
 
 
 def to_rgb(image: Image.Image, *, rawmode: str = "") -> Image.Image:
-    """Return the image as RGB. `rawmode` is its packing before it was loaded."""
+    """Return the image as RGB. `rawmode`: the result of `rawmode_of` before it was loaded."""
     mode, transparent = image.mode, image.info.get("transparency")
     if mode == "RGB" and transparent is None:
         return image
@@ -56,8 +57,8 @@ def unknown_levels(image: Image.Image) -> Rejection:
 
 
 def _in_8_bits(color: int | tuple[int, ...], rawmode: str) -> int | tuple[int, ...]:
-    """Return a transparent color in 8 bits, as in Pillow's pixels; a PNG gives it in its own
-    bits."""
+    """Return a transparent color with 8 bits per channel, as in Pillow's pixels. A PNG gives it in
+    its own bit depth."""
     if isinstance(color, tuple):
         return tuple(part >> 8 for part in color) if rawmode.endswith("16B") else color
     return color * {"L;2": 85, "L;4": 17}.get(rawmode, 1)

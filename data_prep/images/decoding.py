@@ -37,9 +37,9 @@ from data_prep.images.rejection import Rejection, rejecting
 from data_prep.images.tiff import decode_tiff
 
 MAX_PIXELS: Final = 178_956_970
-"""Largest number of pixels in a header: Pillow's own limit for a decompression bomb."""
+"""Largest number of pixels in a header, above which Pillow suspects a decompression bomb."""
 PIXEL_BUDGET: Final = 64_000_000
-"""Default of `max_pixels`: up to 1 GB of memory, at 4 bytes a pixel and copies."""
+"""Default of `max_pixels`. It needs up to 1 GB of memory: 4 bytes per pixel, and copies."""
 EXTENSIONS: Final = {
     "JPEG": "jpg",
     "PNG": "png",
@@ -48,7 +48,8 @@ EXTENSIONS: Final = {
     "TIFF": "tif",
     "PPM": "ppm",
 }
-"""Formats that Pillow opens. Its other formats accept any bytes (TGA) or start programs (EPS)."""
+"""File extensions of the formats that Pillow may open. Its other formats accept any bytes (TGA) or
+start programs (EPS)."""
 PILLOW_DECODERS: Final = frozenset(("raw", "zip", "gif", "bmp_rle", "ppm", "ppm_plain"))
 """Decoders of Pillow that a file may start, for PNG, PPM, GIF and BMP."""
 
@@ -81,18 +82,20 @@ def decoder_version() -> str:
 
 @dataclass(frozen=True)
 class Picture:
-    """A decoded image as it is stored; `upright` turns it, or its resized copy."""
+    """A decoded image before it is turned; `upright` turns it, or its resized copy."""
 
     pixels: Image.Image
-    """RGB, or RGBX if that saves a copy; `upright` makes RGB of it."""
+    """Pixels in mode RGB, or RGBX if this avoids a copy; `upright` converts to RGB."""
     extent: tuple[float, float]
-    """Width and height in pixels of `pixels`. The last pixel of a draft may be partly outside."""
+    """Exact width and height of the content. At reduced size, the last pixel may be partly
+    outside."""
     orientation: int
     extension: str
 
     @classmethod
     def of(cls, image: Image.Image, *, extension: str = "") -> "Picture":
-        """Load an image that PIL has opened; raises Rejection if its mode has no right RGB."""
+        """Load an image that PIL has opened; raise Rejection if its mode cannot be converted to RGB
+        correctly."""
         rawmode = rawmode_of(image)
         image.load()
         return cls(to_rgb(image, rawmode=rawmode), image.size, _orientation(image), extension)
@@ -104,7 +107,7 @@ class Picture:
         return height / width if self.orientation >= _FIRST_ON_ITS_SIDE else width / height
 
     def upright(self, image: Image.Image) -> Image.Image:
-        """Return `image` as RGB, turned."""
+        """Return `image` as RGB, turned upright."""
         rgb = image if image.mode == "RGB" else image.convert("RGB")
         turn = _TURNS.get(self.orientation)
         return rgb if turn is None else rgb.transpose(turn)
@@ -113,11 +116,8 @@ class Picture:
 def read_picture(
     data: bytes, *, smallest_side: int | None = None, max_pixels: int = MAX_PIXELS
 ) -> Picture:
-    """Decode an image; raises Rejection.
-
-    `smallest_side` is the later size of the shorter side; it allows a draft. `max_pixels` is the
-    budget of the decoded pixels.
-    """
+    """Decode an image; raise Rejection. `smallest_side`: length of the shorter side after resizing,
+    which permits decoding at reduced size. `max_pixels`: limit of decoded pixels."""
     frame, orientation = plain_frame(data), 1
     if frame is None:
         if (header := Header.of(data)) is not None:
@@ -146,7 +146,7 @@ def read_picture(
 
 
 def size_of(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Return width and height from the header; raises Rejection."""
+    """Return width and height from the header; raise Rejection."""
     frame = plain_frame(data)
     if frame is not None:
         width, height, _ = frame
@@ -169,9 +169,9 @@ def _decode_opened(data: bytes, image: Image.Image, *, max_pixels: int) -> Pictu
 
 
 def check_tiles(image: Image.Image) -> None:
-    """Reject an image that would start another decoder of Pillow or places pixels outside itself.
+    """Reject an image if it would start another decoder of Pillow, or has tiles outside its area.
 
-    Pillow checks the places, too, but before 12.2 its sums overflow.
+    Pillow checks the tiles, too, but its sums overflow before version 12.2.
     """
     side = max(image.size)
     for codec, extents, *_ in image.tile:
@@ -201,10 +201,8 @@ def _check_size(width: int, height: int, *, max_pixels: int = MAX_PIXELS) -> Non
 
 
 def _without_text(data: bytes) -> bytes:
-    """Return a PNG without its texts and color profile, which Pillow rejects above 1 MiB.
-
-    A text that may hold the orientation stays. Nothing is unpacked.
-    """
+    """Return a PNG without its texts and color profile, because Pillow rejects these above 1 MiB. A
+    text that may contain the orientation is kept. Nothing is decompressed."""
     kept, at = [data[:8]], 8
     while at < len(data):
         end = at + 12 + int.from_bytes(data[at : at + 4])
@@ -240,7 +238,8 @@ def _open(data: bytes) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return 1 to 8. The image must be loaded: a PNG may hold its metadata after the pixels."""
+    """Return the EXIF orientation, 1 to 8. The image must be loaded, because a PNG may have
+    metadata after the pixels."""
     if image.format == "JPEG" and "exif" not in image.info and "xmp" not in image.info:
         return 1  # fast for the common case
     try:

@@ -13,9 +13,9 @@ A JPEG that ends before its end marker is `truncated`, or `no_end_marker` if all
 Any other fault of the pixels is `damaged`, in the decoder's words. Examples are a bad Huffman code,
 an unsupported or misplaced marker in a scan, and stray bytes within or after entropy-coded data.
 Harmless are stray bytes between header segments, 0x00 or 0xFF before the end, variants of the Adobe
-and JFIF segments, and all metadata. A decoder reports only its first warning, so a JPEG with a
-harmless one is decoded again without its cause. imagecodecs decodes JPEGs of rare subsampling; it
-reports no warnings, so their markers are checked. Pillow decodes no JPEG.
+and JFIF segments, and all metadata. A decoder reports only its first warning. If this is harmless,
+its cause is removed and the JPEG is decoded again. imagecodecs decodes JPEGs of rare subsampling;
+it reports no warnings, so their markers are checked. Pillow decodes no JPEG.
 
 A JPEG of `crop=full` stores its original shape as a pixel density in its first segment.
 
@@ -36,8 +36,8 @@ from PIL import Image
 from data_prep.images.rejection import Rejection
 
 DRAFT_MARGINS: Final = {8: 6, 4: 4, 2: 2}
-"""Smallest ratio of a draft to the later size. 1/4 and 1/8 save little more than 1/2 and alias fine
-stripes more, so they need larger margins."""
+"""Smallest ratio of the decoded size to the final size, for 1/2, 1/4 and 1/8. 1/4 and 1/8 save
+little more time than 1/2 and alias fine stripes more, so they need larger margins."""
 
 _START_OF_IMAGE, _END_OF_IMAGE, _START_OF_SCAN = 0xD8, 0xD9, 0xDA
 _APP0, _APP1, _APP14, _COMMENT = 0xE0, 0xE1, 0xEE, 0xFE
@@ -45,9 +45,10 @@ _END: Final = b"\xff\xd9"
 _RESTARTS: Final = range(0xD0, 0xD8)
 _PROGRESSIVE: Final = 0xC2
 _FRAMES: Final = frozenset((0xC0, 0xC1, _PROGRESSIVE))
-"""Baseline, extended, progressive; other frames are arithmetic, lossless or hierarchical."""
+"""Frame markers of baseline, extended and progressive JPEGs. Other frames are arithmetic, lossless
+or hierarchical."""
 _SKIPPED: Final = frozenset((0xC4, 0xDB, 0xDD, _APP0, *range(0xE2, 0xF0), _COMMENT))
-"""Tables, restart interval, application data and comments, which libjpeg itself reads if
+"""Markers of tables, restart interval, application data and comments. libjpeg reads these itself if
 necessary."""
 _METADATA: Final = frozenset((*range(_APP0, 0xF0), _COMMENT)) - {_APP0, _APP14}
 _CHANNELS: Final = (1, 3)
@@ -73,7 +74,7 @@ class Frame(NamedTuple):
 
 
 def draft_scale(width: int, height: int, smallest_side: int | None) -> int:
-    """Return the coarsest draft that keeps its margin, or 1."""
+    """Return the smallest scale (1/2, 1/4, 1/8) that keeps its margin, or 1."""
     if smallest_side is not None:
         for scale, margin in DRAFT_MARGINS.items():
             if min(width, height) >= scale * margin * smallest_side:
@@ -82,7 +83,7 @@ def draft_scale(width: int, height: int, smallest_side: int | None) -> int:
 
 
 def decode_jpeg(data: bytes, frame: Frame, *, scale: int) -> Image.Image | None:
-    """Return an image of PIL's mode RGBX or CMYK, or None if TurboJPEG does not support it; raises
+    """Decode a JPEG to PIL's mode RGBX or CMYK; return None if TurboJPEG does not support it; raise
     Rejection."""
     height, width = -(-frame.height // scale), -(-frame.width // scale)
     mode = "CMYK" if frame.num_channels == 4 else "RGBX"
@@ -97,8 +98,8 @@ def decode_jpeg(data: bytes, frame: Frame, *, scale: int) -> Image.Image | None:
 
 
 def decode_rare_jpeg(data: bytes, frame: Frame) -> Image.Image:
-    """Return a JPEG whose subsampling TurboJPEG does not support, at full size; raises
-    `Rejection`."""
+    """Decode a JPEG with a subsampling that TurboJPEG does not support, at full size. Raise
+    `Rejection` if it is damaged."""
     import imagecodecs
 
     check_markers(data)
@@ -126,7 +127,8 @@ def _image_of(
 
 
 def decode_plain_into(data: bytes, out_HW3: NDArray[np.uint8]) -> bool:
-    """Decode a plain JPEG of exactly that size; return False for any other."""
+    """Decode a plain JPEG (see `plain_frame`) of exactly the size of the buffer; return False for
+    any other."""
     frame = plain_frame(data)
     height, width, _ = out_HW3.shape
     if frame is None or frame[:2] != (width, height):
@@ -139,7 +141,8 @@ def decode_plain_into(data: bytes, out_HW3: NDArray[np.uint8]) -> bool:
 
 
 def plain_frame(data: bytes) -> Frame | None:
-    """Return the frame of a plain header: 8 bits, one or three channels, no orientation."""
+    """Return the frame if the header is plain: 8 bits, one or three channels, no orientation; else
+    None."""
     if data[:3] != b"\xff\xd8\xff":
         return None
     frame, at, end = None, 2, len(data) - 12
@@ -170,8 +173,8 @@ def encode_jpeg(image: Image.Image, *, quality: int, aspect: float = 1.0) -> byt
 
 
 def aspects_of(content: NDArray[np.uint8], starts_B: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the aspects that `encode_jpeg` has written, for the JPEGs at these starts in
-    `content`."""
+    """Return the aspects that `encode_jpeg` has stored, for the JPEGs that start at these positions
+    of `content`."""
     bytes_B4 = content[starts_B[:, None] + np.arange(_DENSITY_AT, _DENSITY_AT + 4)]
     across_B, down_B = bytes_B4.view(">u2").astype(np.float64).T
     return np.asarray(down_B / np.maximum(across_B, 1))
@@ -247,7 +250,7 @@ def _has_end(data: bytes) -> bool:
 
 
 def _is_one_scan(data: bytes, num_channels: int) -> bool:
-    """Return True if the first scan has all pixels: sequential, and of all channels."""
+    """Return True if the first scan has all pixels: it is sequential and has all channels."""
     found = list(_segments(data))
     scans = [start for marker, start, _ in found if marker == _START_OF_SCAN]
     return (
@@ -266,7 +269,8 @@ def _is_padded(data: bytes, num_bytes: int) -> bool:
 
 
 def _tidied(data: bytes, num_channels: int) -> bytes:
-    """Return the JPEG without causes of warnings in its header, with the same pixels."""
+    """Return the JPEG without the parts of its header that cause warnings; its pixels are the
+    same."""
     parts = [data[:2]]
     for marker, start, end in _segments(data):
         segment = bytearray(data[start:end])

@@ -17,20 +17,22 @@ _FIRST, _BOXES = "DejaVu Sans", "Last Resort High-Efficiency"
 
 
 def families(texts: Iterable[str]) -> list[str]:
-    """Return values for matplotlib's `font.family` that have every letter of `legible(text)`."""
+    """Return a list for matplotlib's `font.family`, so that every letter of `legible(text)` has a
+    font."""
     found = map(_family_of, sorted(set().union(*texts)))
     return list(dict.fromkeys([_FIRST, *filter(None, found)]))
 
 
 def legible(text: str) -> str:
-    """Return the text with numbers for letters that no font has."""
+    """Return the text with code points in place of letters that no font has."""
     return "".join(
         each if _family_of(each) else each.encode("unicode_escape").decode() for each in text
     )
 
 
 def short(text: str, *, length: int) -> str:
-    """Return the text without its middle, because names often differ only there."""
+    """Return a long text with an ellipsis in place of its middle, because names often differ at
+    their ends."""
     half = length // 2
     if len(text) <= length:
         return text
@@ -39,7 +41,7 @@ def short(text: str, *, length: int) -> str:
 
 @cache
 def _family_of(character: str) -> str | None:
-    """Return the first family that has the character; None for private characters (Co)."""
+    """Return the first font family that has the character; None for private characters (Co)."""
     if character.isascii():
         return _FIRST
     if unicodedata.category(character) == "Co":
@@ -54,7 +56,7 @@ def _characters_of(family: str) -> frozenset[str]:
 
 @cache
 def _upright() -> list[str]:
-    """Return the upright families of normal weight."""
+    """Return the font families with an upright style of normal weight."""
     from matplotlib.font_manager import findSystemFonts, fontManager
 
     known = {entry.fname for entry in fontManager.ttflist}
@@ -77,7 +79,7 @@ def _font(names: list[str]) -> Any:
 
 
 class Letters:
-    """Letters of one size in pixels, for an image of Pillow."""
+    """Font for text of one size in pixels on a Pillow image."""
 
     def __init__(self, size: int):
         self._size = size

@@ -13,7 +13,7 @@ from data_prep.errors import UserError
 
 MAX_DETAIL_CHARACTERS = 200
 _EARLY_END = re.compile("truncated|not enough image data|NEED_MORE_INPUT", re.IGNORECASE)
-"""Words of decoders for a file that ends early."""
+"""Words in decoders' messages about a file that ends early."""
 
 
 class Rejection(Exception):  # noqa: N818 (a rejection is an expected outcome, not an error)
@@ -26,7 +26,7 @@ class Rejection(Exception):  # noqa: N818 (a rejection is an expected outcome, n
 
 @contextmanager
 def naming(picture: str) -> Iterator[None]:
-    """Name the image if memory runs out."""
+    """Raise an error that names the image if memory runs out."""
     try:
         yield
     except MemoryError:
@@ -54,7 +54,7 @@ def rejecting(reason: str) -> Iterator[None]:
 
 
 def _words(error: Exception) -> str:
-    """Return the message without memory addresses, with the type of an unusual error."""
+    """Return the error's message without memory addresses, and with its type if that is unusual."""
     message = re.sub(r"<[^<>]* at 0x[0-9a-f]+>|0x[0-9a-f]{6,}", "", str(error)).strip()
     known = (
         isinstance(error, (OSError, SyntaxError, ValueError, Image.DecompressionBombError))

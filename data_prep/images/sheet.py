@@ -21,7 +21,7 @@ INK, QUIET, PAPER = (28, 28, 30), (112, 112, 118), (255, 255, 255)
 class LabeledPicture:
     picture: Image.Image
     label: str
-    """One line or more."""
+    """Text under the image, one line or more."""
 
 
 def check_out(path: Path) -> None:
@@ -74,7 +74,7 @@ def draw_sheet(cells: list[LabeledPicture], *, title: str, facts: str) -> Image.
 
 
 def shortened(text: str, font: Letters, *, width: float) -> str:
-    """Return the text without the part of its middle that does not fit."""
+    """Return the text, shortened in the middle until it fits."""
     if font.getlength(text) <= width:
         return text
     cut = (short(text, length=length) for length in range(len(text), 2, -1))

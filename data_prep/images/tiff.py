@@ -15,15 +15,13 @@ from data_prep.images.color import MODES, unknown_levels
 from data_prep.images.rejection import Rejection
 
 _JPEG, _WHITE_IS_ZERO, _CMYK, _YCBCR, _SEPARATE = 7, 0, 5, 6, 2
-"""Values of tags: a compression, photometric interpretations, a planar configuration."""
+"""Values of TIFF tags: a compression, photometric interpretations, and a planar configuration."""
 _GRAY: Final = ("1", "L", "I;16", "I;16B")
 
 
 def decode_tiff(data: bytes, image: TiffImageFile) -> Image.Image:
-    """Return the first page as it is stored; Pillow has read its header.
-
-    Raises Rejection, or libtiff's own error.
-    """
+    """Decode the first page without turning it; Pillow has read its header. Raise Rejection, or
+    libtiff's own error."""
     import imagecodecs
 
     tags, mode = image.tag_v2, "L" if image.mode in _GRAY else image.mode

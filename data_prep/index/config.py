@@ -31,45 +31,47 @@ Patterns = Annotated[
 class IndexSettings(Settings):
     of_verb = "data_prep index"
     splits: dict[str, Patterns] = Field(min_length=1, examples=[{"train": "shards/{000..146}.tar"}])
-    """Shards of each split: local paths or URLs (http, s3 and others), with {000..146}, {a,b} and,
-    except for http, *."""
+    """Shards of each split, as local paths or URLs (http, s3 and others). Ranges {000..146} and
+    choices {a,b} are expanded; the wildcard * works except for http."""
     out: LocalDirectory = Field(examples=["data/theirs"])
-    """The dataset directory, on a local disk. The shards stay in place."""
+    """The dataset directory, on a local disk. The shards are not copied."""
     name: str | None = Field(None, examples=["their-pictures"])
     """Dataset name in manifests and reports (default: the last part of `out`)."""
     storage: dict[str, Any] = Field(default_factory=dict, examples=[{"anon": True}])
-    """Options for fsspec, such as {anon: true} or {endpoint_url: ...} for s3, {params: {key: ...}}
-    for http. They are never written to disk."""
+    """Options for fsspec, for example {anon: true} or {endpoint_url: ...} for s3, {params: {key:
+    ...}} for http. They are never written to disk."""
     num_attempts: int = Field(NUM_ATTEMPTS, ge=1)
-    """Number of attempts to read from a server, with growing pauses."""
+    """Number of attempts to read from a server. The pauses between them grow."""
     image_size: int = Field(64, ge=8, le=1024)
-    """Width and height, in pixels, to which readers resize the images by default."""
+    """Default width and height, in pixels, to which images are resized when they are read."""
     crop: Literal["center", "squash", "longer_side"] = "center"
-    """center: the central square, resized; both ends of the longer side are lost. squash: the
-    complete image, resized to a square. longer_side: as in `build`. Transparent pixels become
-    white."""
+    """Crop before resizing. center: the central square; both ends of the longer side are lost.
+    squash: the complete image, resized to a square. longer_side: as in `build`. Transparent pixels
+    become white."""
     interpolation: Filter = "bicubic"
     """Filter for resizing; area is OpenCV's INTER_AREA."""
     label: str = "cls"
-    """Source of the label. cls: the integer in KEY.cls. txt: an integer or a class name in KEY.txt.
-    json:FIELD.SUBFIELD: the same in KEY.json. none: no label."""
+    """Tar member with the label. `cls`: integer in KEY.cls. `txt`: integer or class name in
+    KEY.txt. `json:FIELD.SUBFIELD`: integer or class name in this field of KEY.json. `none`: no
+    label."""
     classes_file: str | None = Field(None, examples=["classes.txt"])
-    """Text file with one class name per line, class 0 first. Default: the numbers, or the sorted
-    names of the labels."""
+    """Text file with one class name per line, class 0 first. Default: numbers, or the sorted names
+    that occur as labels."""
     image_member: str | None = Field(None, examples=["rgb.png"])
-    """Ending of the image's member, if a sample has several images."""
+    """File extension of the image's tar member, if a sample has several images."""
     check: Literal["decode", "header"] = "decode"
-    """decode: decode every image. header: read only its header, and take the channel statistics
-    from a seeded sample."""
+    """Check of each image. decode: decode it completely. header: read only its header, and compute
+    the channel statistics from a random sample."""
     max_pixels: int = Field(PIXEL_BUDGET, ge=1, le=MAX_PIXELS)
-    """Reject images with more pixels. Each pixel takes up to 16 bytes of memory."""
+    """Largest number of pixels; larger images are rejected. Each pixel takes up to 16 bytes of
+    memory."""
     seed: int = Field(0, ge=0)
-    """Seed of the sample that check=header decodes."""
+    """Seed of the random sample that check=header decodes."""
     max_reject_fraction: float = Field(0.01, ge=0, le=1)
-    """Largest fraction of rejected samples. Above it the command fails; rejected.jsonl lists
-    them."""
+    """Largest accepted fraction of rejected samples. The command fails above it; rejected.jsonl
+    lists the rejected samples."""
     num_workers: NumWorkers = 0
-    """Worker processes; 0 means one per core."""
+    """Number of worker processes; 0 means one per core."""
 
     @field_validator("splits")
     @classmethod

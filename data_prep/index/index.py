@@ -1,18 +1,20 @@
 """`data_prep index`: make a dataset of shards that others have written, and leave them unchanged.
 
-Steps, under the lock of OUT, after OUT was marked as ours (`claim`):
+Steps, under the lock of OUT, after `claim` has marked OUT as a dataset of data_prep:
 
 1. expand the patterns to a list of shards; fail if OUT has an index of another list or config;
 2. request the version of every shard (size and time of change, or the server's version), so that
    missing shards are found at once;
 3. if the manifest exists, check that shards of another version still have the same content;
-4. read every shard without a record of its version (samples.py). A remote shard is copied into
-   OUT/PARTS without a name. This writes OUT/PARTS/NAME.npy, OUT/NAME.paths and then the record;
+4. read every shard without a record of its version (samples.py). A remote shard is copied into an
+   unnamed temporary file in OUT/PARTS. This writes OUT/PARTS/NAME.npy, OUT/NAME.paths and then the
+   record;
 5. number the classes: words get their rank in sorted order. Write OUT/NAME.npy of every shard,
    rejected.jsonl, versions.json and manifest.json, then remove the parts.
 
 Shards are named SPLIT-NUMBER in sorted order. The plan's hash depends on config and contents, not
-on places. Shards on disk, behind http or in s3 make the same dataset, except for `file`.
+on locations. Shards on disk, on a web server or in s3 therefore give the same dataset, except for
+the paths in `file`.
 """
 
 import json
@@ -57,7 +59,7 @@ VERSIONS_NAME = "versions.json"
 
 
 class StockRecord(Settings):
-    """Facts of a shard before the classes are known. samples.py defines its labels."""
+    """Facts of a shard before the class numbers are known. See samples.py for its labels."""
 
     plan_hash: str
     stamp: str | None
@@ -71,7 +73,8 @@ class StockRecord(Settings):
 
 
 def index(settings: IndexSettings) -> Manifest:
-    """Return the finished dataset at `settings.out`. You can repeat it after any interruption."""
+    """Index the shards and return the manifest of `settings.out`. You can repeat the call after any
+    interruption."""
     directory, shards = settings.directory, list_shards(settings)
     plan = _plan(settings, shards)
     with own_place(directory):
@@ -118,13 +121,13 @@ def _plan(settings: IndexSettings, shards: list[StockShard]) -> IndexPlan:
 
 
 def described(settings: IndexSettings) -> dict[str, Any]:
-    """Return the settings that determine how shards are read."""
+    """Return the settings that determine how the shards are read."""
     included = {"label", "image_member", "check"}
     return {"kind": "index", **settings.model_dump(mode="json", include=included)}
 
 
 def finished_plan_hash(plan: IndexPlan, shards: list[StockShard], stored: list[Shard]) -> str:
-    """Return the hash of the config and of the shards' contents."""
+    """Return the hash of the config and of the contents of all shards."""
     contents = [
         [mine.title, shard.name, shard.sha256] for mine, shard in zip(shards, stored, strict=True)
     ]
@@ -144,8 +147,8 @@ def _refuse_another(plan: IndexPlan, shards: list[StockShard], manifest: Manifes
 
 
 def _refuse_changed(plan: IndexPlan, shards: list[StockShard], manifest: Manifest) -> None:
-    """Raise UserError if a shard's content has changed. A copied or touched shard has another
-    version, so its content is hashed."""
+    """Raise UserError if a shard's content has changed since it was indexed. Copying a shard
+    changes its version, so the content is hashed."""
     path = plan.directory / VERSIONS_NAME
     try:
         known = dict(json.loads(path.read_bytes()))
@@ -193,7 +196,8 @@ def hash_of(plan: IndexPlan, shard: StockShard) -> str:
 
 
 def _known(shard: StockShard, plan: IndexPlan) -> StockRecord | None:
-    """Return the record that an interrupted index made of this shard, if both are unchanged."""
+    """Return the record that an interrupted index has written for this shard, if shard and record
+    are unchanged."""
     try:
         found = read_record(plan.directory, shard.name, StockRecord)
         rows_path = plan.directory / PARTS / f"{shard.name}.npy"
@@ -213,7 +217,8 @@ def _known(shard: StockShard, plan: IndexPlan) -> StockRecord | None:
 
 
 def read(plan: IndexPlan, shard: StockShard) -> StockRecord | UserError:
-    """Return the record of the shard, or the error of a damaged tar: one run names all of them."""
+    """Return the record of the shard, or the error of a damaged tar, so that one run reports all
+    damaged tars."""
     if known := _known(shard, plan):
         return known
     with opened(shard, plan.directory, plan.settings) as (path, version):
@@ -306,7 +311,7 @@ def _refuse_empty_or_mixed(
         if not any(part.record.num_inputs for shard, part in pairs if shard.split == split):
             raise UserError(
                 f"splits.{split}",
-                "the shards hold no samples",
+                "the shards contain no samples",
                 "name images KEY.jpg, and labels KEY.cls or KEY.json",
                 code="empty",
             )
@@ -324,7 +329,7 @@ def _refuse_empty_or_mixed(
 def _with_classes(
     plan: IndexPlan, found: list[StockRecord]
 ) -> tuple[tuple[str, ...], list[ShardRecord]]:
-    """Return the classes and the records; write each index with the class numbers."""
+    """Return the classes and the records, after writing each index with the class numbers."""
     words = sorted({word for part in found for word in part.names})
     if len(words) > MAX_CLASSES:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Shards that the patterns of an index name, their places and their versions.
+"""Find the shards that match the patterns of `data_prep index`, and their versions.
 
     a/{000..146}.tar, a/*.tar, https://host/{train,val}-{0..9}.tar, s3://bucket/*.tar
 
@@ -36,20 +36,20 @@ _REMEDY = (
     "~/.netrc or AWS_*; index signed URLs as s3://, or copy the shards"
 )
 NUM_QUESTIONS = 8
-"""Parallel requests to servers."""
+"""Number of parallel requests to servers."""
 
 
 @dataclass(frozen=True)
 class StockShard:
     name: str
-    """SPLIT-NUMBER."""
+    """Name of the shard in the dataset: SPLIT-NUMBER."""
     split: str
     place: str
-    """A local path or a URL, as given."""
+    """Local path or URL, as given in the config."""
     file: str
-    """Place of the shard in the manifest: relative to the dataset directory, or a URL."""
+    """Path of the shard in the manifest: relative to the dataset directory, or a URL."""
     title: str
-    """Name in the paths of samples, with as many folders as needed to be unique."""
+    """Name of the shard in the paths of samples, with as many folders as needed to be unique."""
 
     @property
     def is_remote(self) -> bool:
@@ -105,7 +105,8 @@ def version_of(shard: StockShard, settings: IndexSettings) -> Version:
 
 
 def versions_of(shards: list[StockShard], settings: IndexSettings) -> dict[str, Version]:
-    """Return the version of each shard by name. Missing shards are found before any is read."""
+    """Return the version of each shard, by name. Missing shards are reported before any shard is
+    read."""
     with (
         ThreadPoolExecutor(NUM_QUESTIONS) as pool,
         progress("looking for", total=len(shards), unit="shards") as line,
@@ -127,7 +128,8 @@ def versions_of(shards: list[StockShard], settings: IndexSettings) -> dict[str, 
 def opened(
     shard: StockShard, directory: Path, settings: IndexSettings
 ) -> Iterator[tuple[Path, Version]]:
-    """Yield a local file with the shard's content, and its version. It must stay unchanged."""
+    """Yield a local file with the shard's content, and its version. Raise an error if the shard
+    changes meanwhile."""
     if shard.is_remote:
         with remote.nameless_copy(
             shard.place,
@@ -157,7 +159,7 @@ def _file(place: str, directory: Path) -> str:
 
 
 def _titles(places: list[str]) -> list[str]:
-    """Return the shortest last parts of the paths that are unique."""
+    """Return, for each path, the shortest end (last folders and file name) that is unique."""
     parts = [
         (urlsplit(place).path if "://" in place else str(Path(place).resolve())).split("/")
         for place in places
@@ -173,11 +175,11 @@ def _titles(places: list[str]) -> list[str]:
 
 
 def expand(pattern: str, *, storage: dict[str, Any]) -> list[str]:
-    """Return the local paths or URLs that `pattern` names, sorted."""
+    """Return the local paths or URLs that match `pattern`, sorted."""
     if pattern.startswith("pipe:"):
         raise UserError(
             "splits",
-            "commands of webdataset (pipe:) are not run",
+            "commands of webdataset (pipe:) are not supported",
             f"give their input as local files or {clients.SCHEMES}",
             code="unsafe",
         )
@@ -203,7 +205,7 @@ def expand(pattern: str, *, storage: dict[str, Any]) -> list[str]:
 
 
 def braces(pattern: str) -> list[str]:
-    """Return every word that the braces of `pattern` expand to, as in webdataset."""
+    """Return all expansions of the braces of `pattern`, as in webdataset."""
     sizes = [abs(int(last) - int(first)) for first, last in _RANGE.findall(pattern)]
     words: list[str] = []
     try:
@@ -260,7 +262,8 @@ def _listed(url: str, storage: dict[str, Any]) -> list[str]:
 
 
 def _check_url(url: str) -> None:
-    """Raise UserError for unknown schemes and for secrets: manifests and errors are public."""
+    """Raise UserError for unknown schemes, and for secrets in a URL, because manifests and errors
+    are public."""
     scheme = urlsplit(url).scheme
     if scheme not in clients.KINDS and scheme != "file":
         raise UserError(

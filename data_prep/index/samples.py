@@ -1,7 +1,7 @@
 """Read a stock WebDataset shard: gather members into samples, then check every sample.
 
-One pass over the headers gathers members by webdataset's rule: the key is the name up to the first
-dot of its last part. A second pass gives every sample a row of the index, or a reason for
+One pass over the headers gathers members by webdataset's rule: the key is the path up to the first
+dot of the file name. A second pass gives every sample a row of the index, or a reason for
 rejection. Members are bytes: images are decoded, labels are digits or JSON, and other members are
 not opened (webdataset would unpickle `.pyd`). Invariant: every key is a row or a line of
 `rejected`.
@@ -44,13 +44,13 @@ LIKELY = (
     "label_id",
     "y",
 )
-"""Usual keys of labels in JSON, the likeliest first."""
+"""Usual keys of labels in JSON, most likely first."""
 MAX_CLASSES = 1 << 20
 UNLABELLED = -1
 _NUMBER = re.compile(rb"\s*[+-]?[0-9]{1,18}\s*")
 MAX_PICTURE_BYTES, MAX_LABEL_BYTES = 1 << 30, 1 << 24
 NUM_FOR_STATISTICS = 256
-"""Images per shard that check=header decodes."""
+"""Number of images per shard that check=header decodes."""
 _META = re.compile(r"__[^/]*__($|/)")
 _MAGIC = {
     b"\x1f\x8b": "gzip",
@@ -63,15 +63,15 @@ _MAGIC = {
 
 @dataclass(frozen=True)
 class IndexPlan:
-    """Facts of the index for a worker. Picklable."""
+    """Values that a worker needs to index a shard. Picklable."""
 
     settings: IndexSettings
     names: tuple[str, ...] | None
-    """Class names, if a file gives them."""
+    """Class names, if classes_file is set."""
     hash: str = ""
     """Hash of the config and the list of shards."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that decide the index."""
+    """Settings that determine the index."""
 
     @cached_property
     def numbers(self) -> dict[str, int] | None:
@@ -89,7 +89,7 @@ class StockSample:
     key: str
     members: list[tuple[str, Member]] = field(default_factory=list)
     num_runs: int = 0
-    """Number of places of its members. If it is above 1, webdataset finds several samples."""
+    """Number of groups of adjacent members. If it is above 1, webdataset reads several samples."""
 
 
 class IndexRow(NamedTuple):
@@ -105,13 +105,13 @@ class Contents:
     rejected: list[Rejected] = field(default_factory=list)
     num_without_key: int = 0
     goes_on_at: int | None = None
-    """Place of unread data after the end mark."""
+    """Offset of data after the end mark, which is not read."""
     names: dict[str, int] = field(default_factory=dict)
-    """Labels that are words, numbered in the order of the shard, as in `rows`."""
+    """Labels that are words, numbered in the order of occurrence; `rows` has these numbers."""
     has_numbers: bool = False
     channels: ChannelSums = field(default_factory=ChannelSums)
     raw_size: int | None = None
-    """Size of the images if all are raw, equal in size, and placed as in our shards."""
+    """Size of the images if all are raw, have one size, and are placed as in shards of `build`."""
 
     def number(self, label: int | str) -> int:
         if isinstance(label, str):
@@ -121,7 +121,8 @@ class Contents:
 
 
 def read_shard(path: Path, plan: IndexPlan, *, name: str) -> Contents:
-    """Return the index of the shard. `name` is its name in the paths. Raises TarError."""
+    """Return the index of the shard. `name`: name of the shard in the paths of samples. Raise
+    TarError if the tar is damaged."""
     found = Contents()
     samples = gather(path, found)
     chosen = _for_statistics(len(samples), plan, name)
@@ -155,7 +156,7 @@ def read_shard(path: Path, plan: IndexPlan, *, name: str) -> Contents:
 
 
 def gather(path: Path, found: Contents) -> list[StockSample]:
-    """Return the samples in the order of their first members; count members without a key."""
+    """Return the samples in the order of their first members, and count members without a key."""
     with open(path, "rb") as file:
         head = file.read(8)
     kind = next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
@@ -221,7 +222,7 @@ def _label(descriptor: int, sample: StockSample, plan: IndexPlan) -> int | str:
 
 
 def _where_else(descriptor: int, sample: StockSample) -> str:
-    """Return the members that may hold the label, and the setting that reads it."""
+    """Return a hint: members that may contain the label, and the setting that reads it."""
     small = {
         suffix: _read(descriptor, member)
         for suffix, member in sample.members
@@ -241,7 +242,7 @@ def _where_else(descriptor: int, sample: StockSample) -> str:
 
 
 def _look(data: bytes, plan: IndexPlan, found: Contents, *, decoded: bool) -> int | None:
-    """Return the size of a raw image, None for others; raise Rejection."""
+    """Return the size of a raw image, None for other formats; raise Rejection."""
     settings = plan.settings
     if decoded:
         image, _ = decode(data, max_pixels=settings.max_pixels)
@@ -261,7 +262,8 @@ def _look(data: bytes, plan: IndexPlan, found: Contents, *, decoded: bool) -> in
 
 
 def _raw_size(rows: list[IndexRow], sizes: set[int | None]) -> int | None:
-    """Return the images' size if the shard is an array: one size, one distance."""
+    """Return the images' size if the shard can be read as an array: all images have one size and
+    one distance."""
     if not rows or len(sizes) != 1 or None in sizes or len({row.num_bytes for row in rows}) != 1:
         return None
     stride = BLOCK * (3 + -(-rows[0].num_bytes // BLOCK))
@@ -281,14 +283,14 @@ def _for_statistics(num_samples: int, plan: IndexPlan, name: str) -> frozenset[i
 def _read(descriptor: int, member: Member) -> bytes:
     data = read_member(descriptor, member.offset, member.num_bytes)
     if len(data) != member.num_bytes:
-        raise TarError("became shorter while it was read", fix="index it when it is complete")
+        raise TarError("was shortened while it was read", fix="index it when it is complete")
     return data
 
 
 def _rejected(
     descriptor: int, sample: StockSample, plan: IndexPlan, bad: Rejection, name: str
 ) -> Rejected:
-    """Return the line of a rejected sample, with the hash of its image or first member."""
+    """Return the record of a rejected sample, with the hash of its image or first member."""
     member = (_pictures(sample, plan) or [sample.members[0][1]])[0]
     data = read_member(descriptor, member.offset, min(member.num_bytes, MAX_PICTURE_BYTES))
     key = printable(sample.key)
@@ -300,9 +302,8 @@ def _rejected(
 
 
 def label_of(data: bytes, kind: str, *, classes: dict[str, int] | None) -> int | str:
-    """Return a number, or a word if `classes` is None. `kind` is cls, txt or json:FIELD.SUBFIELD.
-
-    Raises Rejection."""
+    """Return the label as a number, or as a word if `classes` is None. `kind` is cls, txt or
+    json:FIELD.SUBFIELD. Raise Rejection."""
     value: int | str
     if kind.startswith("json:"):
         value = _field(data, kind.partition(":")[2])

@@ -26,18 +26,18 @@ from data_prep.settings import Settings
 UNLABELLED = -1
 NUM_END_BYTES = 4096
 Inode = tuple[int, int]
-"""Device and number of a file; all links to a file have the same."""
+"""Device and inode number of a file. All hard links to a file have the same."""
 _MD5 = "published: files must have the published MD5; off: only their structure is checked."
 Md5Policy = Annotated[Literal["published", "off"], Field(description=_MD5)]
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Rows of the inventory in each split, and the classes that stay."""
+    """Row numbers of the inventory in each split, and the classes to keep."""
 
     splits: dict[str, NDArray[np.int32]]
     labels: tuple[int, ...] | None = None
-    """Labels of the classes that stay; None keeps all."""
+    """Labels of the classes to keep; None: all."""
     left_out: dict[str, int] | None = None
     """Number of skipped inputs, by reason."""
     num_held_out: int = 0
@@ -45,20 +45,21 @@ class Arrangement:
 
 
 class Source(ABC):
-    """Picklable: every worker process of a build reads through its own copy."""
+    """Reader of one archive layout. Picklable: every worker process of a build reads through its
+    own copy."""
 
     by_settings: ClassVar[dict[type[Settings], type["Source"]]] = {}
-    """Layouts by their settings section."""
+    """Subclass for each settings section."""
     settings: Settings
     num_workers = 1
-    """Number of processes for a source that draws its own images."""
+    """Number of processes for a source that generates its images."""
     work_directory: Path | None = None
     """Folder for unpacked archives; the build removes it at the end."""
     annotated_split: str | None = None
-    """Split whose samples have annotations in addition to labels."""
+    """Split whose samples have annotations (`annotations`) in addition to labels."""
 
     def __init_subclass__(cls, *, of: type[Settings] | None = None) -> None:
-        """Register a layout. `of`: its settings section; None for a class that layouts share."""
+        """Register a layout. `of`: its settings section; None for a shared base class."""
         if of is not None:
             cls.by_settings[of] = cls
 
@@ -67,41 +68,40 @@ class Source(ABC):
         self.path = Path(getattr(settings, "path", ""))
 
     def describe(self) -> dict[str, Any]:
-        """Return the part of the manifest that decides the content, without paths."""
+        """Return the `source` section of the manifest: settings that determine the content, without
+        paths."""
         return self.settings.model_dump(mode="json", exclude={"path", "md5"})
 
     @abstractmethod
     def outline(self) -> Outline:
-        """Return the containers, each path once; raises SourceError."""
+        """Return classes and containers, each path once; raise SourceError."""
 
     @abstractmethod
     def entries(self, container: Container) -> Entries:
-        """Return the entries of a container in any order; raises SourceError."""
+        """Return the entries of a container in any order; raise SourceError."""
 
     @abstractmethod
     def read(self, entry: Entry) -> bytes:
-        """Return the bytes of one image; raises SourceError if the archive has changed."""
+        """Return the bytes of one image; raise SourceError if the archive has changed."""
 
     def files(self) -> Sequence[Path]:
-        """Return the files of all containers, if one stamp is of all of them."""
+        """Return the files of all containers, if one stamp covers all of them."""
         return ()
 
     def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:  # noqa: ARG002
-        """Return the files of a container that have changed since it was listed."""
+        """Return the files of a container that have changed since they were listed."""
         return changed_since(self.files(), container.stamp)
 
     def arrange(self, inventory: Inventory) -> Arrangement:
-        """Return the splits as sorted rows; by default, the split of each container."""
+        """Return sorted row numbers of each split. The default: a container determines the split of
+        its entries."""
         return by_container(inventory)
 
     def annotations(
         self, locators: Sequence[str], labels: Sequence[int]
     ) -> dict[str, NDArray[np.bool_]]:
-        """Return matrices (samples, columns) of bits, such as folds.
-
-        `labels` has the label in the dataset of each class of the layout, or -1 for a skipped
-        class.
-        """
+        """Return boolean matrices (samples, columns) by name, such as folds. `labels`: for each
+        class of the archive, its label in the dataset, or -1 for a skipped class."""
         raise NotImplementedError
 
 
@@ -122,13 +122,11 @@ def move_to_val(
     per_class: int = 0,
     firsts: NDArray[np.int64] | None = None,
 ) -> Arrangement:
-    """Move a number of images, or a fraction, of every class of `train` to `val`.
-
-    The images of a class are drawn by its name, independent of other classes. A fraction is at
-    least one image of two, and none of one. Unlabeled images stay in `train`. `firsts` has the
-    position in `train` of the first image equal to each image. Only first images are counted and
-    drawn, and equal images follow them.
-    """
+    """Move a number of images, or a fraction, of every class from `train` to `val`. The random
+    choice in a class depends on its name, not on other classes. A fraction takes at least one of
+    two or more images, and none of one. Unlabeled images stay in `train`. `firsts`: for each image,
+    the position in `train` of the first byte-equal image. Only first images are counted and drawn;
+    equal images follow them."""
     train = arrangement.splits["train"]
     labels, held = inventory.labels[train], np.zeros(len(train), np.bool_)
     firsts = np.arange(len(train)) if firsts is None else firsts
@@ -156,11 +154,9 @@ def hold_out(
     per_class: int = 0,
     root: Path | None = None,
 ) -> Arrangement:
-    """Move a number or a fraction of the images of each class of `train` to `val` if there is no
-    `val`.
-
-    `root` is the folder of the inputs if they are files. Equal files then stay in one split.
-    """
+    """Move a number or a fraction of the images of each class from `train` to `val` if there is no
+    `val`. `root`: folder of the inputs, if they are files. Byte-equal files then stay in one
+    split."""
     if "train" not in arrangement.splits or "val" in arrangement.splits:
         return arrangement
     if not share and not per_class:
@@ -201,11 +197,9 @@ def first_equals(inventory: Inventory, rows: NDArray[np.int32], root: Path) -> N
 def _fingerprints(
     paths: Sequence[str], *, last: int | None = None
 ) -> Iterator[tuple[Inode, bytes]]:
-    """Yield the inode of each path, and a digest of its size and its last bytes, or all bytes.
-
-    An unreadable file equals no other: the build reports it later. Threads would be slower: on a
-    local disk they take five times as long.
-    """
+    """Yield the inode of each path, and a digest of its size and its last bytes, or of all bytes.
+    An unreadable file equals no other file: the build reports it later. Threads are not used,
+    because on a local disk they take five times as long."""
     with progress("comparing files", total=len(paths), unit="files") as line:
         for path in paths:
             try:

@@ -31,18 +31,18 @@ CIFAR_FILES = {
     "test": "f0ef6b0ae62326f3e7ffdfab6717acfc",
     "meta": "7973b15100ade9c7d40fb424638fde48",
 }
-"""MD5 sums, from torchvision 0.26 (torchvision/datasets/cifar.py)."""
+"""Published files and their MD5 sums, from torchvision 0.26 (torchvision/datasets/cifar.py)."""
 
 Kind = Literal["fine", "coarse"]
 
 
 class Version(NamedTuple):
     batches: dict[str, str]
-    """Split of each file of records."""
+    """File of records -> its split."""
     meta: str
-    """File of the class names."""
+    """Name of the file with the class names."""
     keys: dict[Kind, tuple[str, str]]
-    """(key of the class names, key of the labels) for each kind of label."""
+    """For each kind of label: (key of the class names, key of the labels)."""
 
 
 _VERSIONS: Final = {
@@ -69,7 +69,7 @@ class CifarSettings(Settings):
     path: str = Field(examples=["downloads/cifar-10-python.tar.gz"])
     """The .tar.gz as downloaded, or the folder that it unpacks to."""
     labels: Kind = "fine"
-    """Classes of CIFAR-100: 100 fine or 20 coarse ones."""
+    """Kind of labels: the 100 fine or the 20 coarse classes of CIFAR-100."""
     md5: Md5Policy = "published"
 
 
@@ -104,7 +104,7 @@ class CifarSource(RecordSource, of=CifarSettings):
         return Records(classes, batches)
 
     def _version(self) -> tuple[str, Version]:
-        """Return the version of most files, with its name."""
+        """Return the version (CIFAR-10 or CIFAR-100) to which most files belong, with its name."""
         missing = {
             name: [
                 file for file in (*each.batches, each.meta) if not (self.folder / file).is_file()
@@ -134,10 +134,8 @@ def _text(value: bytes | str) -> str:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads plain values and arrays of bytes; any other global ends the reading with its name.
-
-    No function of numpy is called: damaged states of arrays crash numpy 2.
-    """
+    """Unpickler for plain values and arrays of bytes. Any other global raises an error with its
+    name. No function of numpy is called, because damaged states of arrays crash numpy 2."""
 
     def find_class(self, module: str, name: str) -> Any:
         match f"{module}.{name}":
@@ -149,12 +147,12 @@ class _Unpickler(pickle.Unpickler):
                 return lambda code, *_: _Type(_text(code))
             case "_codecs.encode":
                 return lambda text, _: text.encode("latin1")
-        raise ValueError(f"the global {module}.{name}, which no array of numbers needs")
+        raise ValueError(f"the global {module}.{name}, which an array of numbers does not need")
 
 
 class _Type(str):
     def __setstate__(self, state: object) -> None:
-        """Ignore the byte order, which bytes do not have."""
+        """Restore the array. Its byte order is ignored, because bytes have none."""
 
 
 class _Array:

@@ -5,8 +5,8 @@ uint8 or floats from 0 to 1, and channels first or last. `d.classes` names the c
 fetches every image unless the object has `d.targets` or `d.labels`; these are checked against
 `d[i]`. Every process makes its own object.
 
-The same index must give the same image every time, without random transforms. The manifest has the
-factory and a hash of its arguments, which may be paths of this machine.
+The same index must give the same image every time, without random transforms. The manifest contains
+the factory's name and only a hash of its arguments, which may be local paths.
 """
 
 import io
@@ -32,22 +32,22 @@ from data_prep.settings import Settings
 from data_prep.sources.base import UNLABELLED, Source
 
 CHUNK: Final = 4096
-"""Items in a container. At most one process per container can list."""
+"""Number of items in a container. Each container is listed by one process."""
 
 
 class DatasetSettings(Settings):
-    """Any object with `len()` and `[i] -> (image, label)`, such as torchvision's datasets. Its code
-    is imported and run."""
+    """Any dataset object with `len()` and `[i] -> (image, label)`, for example torchvision's. Its
+    code is imported and executed."""
 
     kind: Literal["dataset"]
     factory: str = Field(
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", examples=["torchvision.datasets:SVHN"]
     )
-    """Callable, as module:callable."""
+    """Function or class that makes the object, as module:callable."""
     splits: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], dict[str, Any]] = Field(
         min_length=1, examples=[{"train": {"root": "downloads", "split": "train"}}]
     )
-    """Keyword arguments of the factory, by split."""
+    """Split -> keyword arguments of the factory."""
     class_names: tuple[str, ...] | None = Field(None, examples=[["zero", "one"]])
     """Class names (default: the object's `classes`, or numbers)."""
 
@@ -109,7 +109,7 @@ class DatasetSource(Source, of=DatasetSettings):
         return count
 
     def _classes(self) -> tuple[str, ...]:
-        """Return the names of the settings or objects, or else numbers."""
+        """Return the class names from the settings or the objects, or else numbers."""
         if self.settings.class_names is not None:
             return self.settings.class_names
         names, counts = set[tuple[str, ...]](), list[int]()
@@ -167,7 +167,7 @@ def _item(made: Any, split: str, place: int) -> tuple[Any, int]:
 
 @contextmanager
 def _calling(split: str, what: str) -> Iterator[None]:
-    """Turn exceptions of others' code into one SourceError."""
+    """Turn exceptions of the dataset's code into one SourceError."""
     try:
         yield
     except (SourceError, MemoryError):
@@ -183,7 +183,7 @@ def _mistake(split: str, problem: str, fix: str, *, code: Code) -> SourceError:
 
 
 def encode(image: Any) -> bytes:
-    """Return the lossless file of a PIL image, an array or a tensor; raises ValueError."""
+    """Return a lossless image file of a PIL image, an array or a tensor; raise ValueError."""
     if hasattr(image, "save") and (image.mode not in ("RGB", "L") or "transparency" in image.info):
         stored = image
     else:
@@ -200,7 +200,8 @@ def encode(image: Any) -> bytes:
 
 
 def _channels_last(pixels: NDArray[Any], *, first: bool) -> NDArray[Any]:
-    """Return (H, W, C). If both readings are possible, tensors have their channels first."""
+    """Return an array of shape (H, W, C). If the shape is ambiguous, channels are first in tensors
+    and last in arrays."""
     if pixels.ndim == 2 and pixels.size:
         return pixels[:, :, None]
     if pixels.ndim == 3 and pixels.size:

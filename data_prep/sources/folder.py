@@ -29,7 +29,7 @@ from data_prep.sources.base import UNLABELLED, Arrangement, Source, by_container
 
 SPLIT_NAMES = ("train", "val", "test")
 NUM_ENDINGS = 5
-"""Number of most common endings that are counted separately."""
+"""Number of the most common file name endings that are counted separately."""
 
 
 class FolderSettings(Settings):
@@ -40,27 +40,27 @@ class FolderSettings(Settings):
     path: str = Field(examples=["photos"])
     """Folder of the images."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
-    """Fraction of each class of `train` that becomes `val` if the folder has no `val`. A class of
-    one image stays in `train`; larger classes give one or more. Byte-equal files stay in one split
-    and count once. 0: no `val`."""
+    """Fraction of each class of `train` that becomes `val`, if the folder has no `val`. Classes of
+    two or more images give at least one; a class of one image stays in `train`. Byte-equal files
+    stay in one split and count once. 0: no `val`."""
     seed: int = Field(0, ge=0)
     """Seed that selects the images of `val`."""
     labels: str | None = Field(None, examples=["photos/labels.csv"])
-    """CSV or Parquet file with a row per image below `path`: its file, label and, optionally,
-    split."""
+    """CSV or Parquet file with a row for each image below `path`: file, label and, optionally,
+    split (train, val or test)."""
     columns: dict[Literal["file", "label", "split"], str] = Field(
         default={}, examples=[{"label": "species"}]
     )
-    """Columns of the table. They are found by usual names (`file`, `path`, `image_id`, ...;
-    `label`, `class`, ...; `split`); set others or ambiguous ones. Splits are train, val and
-    test."""
+    """Column names in the table, by role. Set them only if they have unusual names or if several
+    columns fit: common names (`file`, `path`, `image_id`, ...; `label`, `class`, ...; `split`) are
+    found."""
 
 
 class FolderSource(Source, of=FolderSettings):
     settings: FolderSettings
 
     def describe(self) -> dict[str, Any]:
-        """Return the settings, and a hash of the rows of a table."""
+        """Return the settings, with a hash of the rows of a table."""
         described = self.settings.model_dump(mode="json", exclude={"path", "labels", "columns"})
         if self.settings.labels is not None:
             described["labels"] = f"table {hash_of_json(sorted(self._table()))[:16]}"

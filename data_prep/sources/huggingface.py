@@ -30,7 +30,7 @@ from data_prep.settings import Settings
 from data_prep.sources.base import UNLABELLED, Arrangement, Source, by_container, hold_out
 
 NUM_HELD, NUM_SCHEMAS = 8, 4096
-"""Number of row groups, and of schemas of files, that a process keeps."""
+"""Number of row groups, and of file schemas, that a process keeps in memory."""
 MOST_CLASSES = 1 << 20
 Role = Literal["image", "label"]
 _SPLIT = re.compile(r"(train|val|dev|test)(?:ing|idation|id)?(?![a-z])", re.IGNORECASE)
@@ -42,13 +42,13 @@ class HuggingFaceSettings(Settings):
 
     kind: Literal["huggingface"]
     path: str = Field(examples=["downloads/beans"])
-    """The folder of save_to_disk, a Parquet file, or a folder of Parquet files with splits in their
+    """Folder of save_to_disk, a Parquet file, or a folder of Parquet files with splits in their
     names (train-00000.parquet)."""
     columns: dict[Role, str] = Field(default={}, examples=[{"image": "img", "label": "fine_label"}])
-    """Names of the columns (default: the only image column, and the only class column or one with a
-    usual name)."""
+    """Column names by role. Default: the only image column, and the only class column or one with a
+    usual name."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
-    """Fraction of each class of `train` that becomes `val` if there is no `val`."""
+    """Fraction of each class of `train` that becomes `val`, if there is no `val`."""
     seed: int = Field(0, ge=0)
     """Seed that selects the images of `val`."""
 
@@ -108,7 +108,7 @@ class HuggingFaceSource(Source, of=HuggingFaceSettings):
         return self.path if self.path.is_file() else self.path / container.path.rpartition("/")[0]
 
     def _column(self, container: Container, role: Role) -> tuple[Path, Any]:
-        """Return the file of a container, and its column of images or labels."""
+        """Return the file of a container, and the name of its column of images or labels."""
         file, stamp = self._file(container), container.stamp
         return file, _column(file, stamp, container.offset, self._column_of(file, stamp, role))
 
@@ -159,7 +159,8 @@ class HuggingFaceSource(Source, of=HuggingFaceSettings):
 
 @lru_cache(maxsize=4)
 def _class_names(columns: tuple[tuple[Path, str, str], ...]) -> tuple[str, ...]:
-    """Return the names in the features, or else numbers, or the words that occur, sorted."""
+    """Return the class names in the dataset's features, or else numbers, or the sorted words that
+    occur."""
     named = {
         tuple(_features(_schema(file, stamp)).get(column, {}).get("names") or ())
         for file, stamp, column in columns
@@ -199,7 +200,7 @@ def _split_of(word: str) -> str:
 
 
 def _open(file: Path) -> Any:
-    """Return a file of Parquet, or a stream of batches of Arrow."""
+    """Open a Parquet file, or a stream of Arrow batches."""
     from pyarrow import ipc, memory_map, parquet
 
     with report_damage(file, fix="save or fetch it again"):
@@ -235,7 +236,7 @@ def _column(file: Path, stamp: str, group: int, column: str) -> Any:  # noqa: AR
 
 
 def _is_picture(kind: Any) -> bool:
-    """Return True for bytes, or a struct of bytes and path."""
+    """Return True for a column type of image files: bytes, or a struct of bytes and path."""
     from pyarrow import types
 
     if types.is_struct(kind):

@@ -54,9 +54,10 @@ class ImageNet1kSettings(Settings):
     splits: tuple[Literal["train", "val"], ...] = Field(("train", "val"), min_length=1)
     """Splits to build."""
     real: str | None = Field(None, examples=["downloads/real.json"])
-    """File real.json with the reassessed labels of `val`."""
+    """File real.json with the reassessed labels of `val` ("Are we done with ImageNet?")."""
     md5: Literal["devkit", "all", "off"] = "devkit"
-    """Archives to check against their published MD5; `all` reads 144 GB again."""
+    """Archives that are checked against their published MD5. devkit: only the development kit. all:
+    every archive, which reads 144 GB twice."""
 
 
 class ImageNet1kSource(SynsetSource, of=ImageNet1kSettings):
@@ -125,7 +126,7 @@ class ImageNet1kSource(SynsetSource, of=ImageNet1kSettings):
         return Entries.of(rows, label=[self._val_labels[number - 1] for number in numbers])
 
     def arrange(self, inventory: Inventory) -> Arrangement:
-        """Return the splits; fail if val lacks images of known labels."""
+        """Return the splits; raise SourceError if val lacks images that have labels."""
         arrangement = by_container(inventory)
         labels = {part.label for part in inventory.containers if part.split == "val"}
         is_complete = None in labels or len(labels) == len(inventory.classes)
@@ -174,7 +175,7 @@ class ImageNet1kSource(SynsetSource, of=ImageNet1kSettings):
         return file
 
     def _place(self, tar: str, folder: str) -> str:
-        """Return the existing form of a split."""
+        """Return the path of a split in its existing form (archive or folder)."""
         path = self._present(tar, folder)
         if path is None:
             problem = f"{self.root} contains neither {tar} nor {folder}/"
@@ -186,7 +187,8 @@ class ImageNet1kSource(SynsetSource, of=ImageNet1kSettings):
         return path.name
 
     def _present(self, archive: str, folder: str) -> Path | None:
-        """Return the file, or else the folder. A broken link is an error, not a missing part."""
+        """Return the archive if it exists, or else its folder. A broken link is an error, not a
+        missing file."""
         packed, unpacked = self.root / archive, self.root / folder
         for path in (packed, unpacked):
             if os.path.lexists(path) and kind_of(path) not in ("folder", "file"):
@@ -218,11 +220,12 @@ class Devkit(NamedTuple):
     wnids: tuple[str, ...]
     """Sorted classes; the position of a class is its label."""
     val_labels: tuple[int, ...]
-    """Labels of ILSVRC2012_val_00000001.JPEG and so on."""
+    """Labels of the validation images, in the order ILSVRC2012_val_00000001.JPEG and so on."""
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files of the development kit that are read, from an archive or a folder."""
+    """Return the contents of the needed files of the development kit, from an archive or a
+    folder."""
     return [path / "data" / _META, path / "data" / _TRUTH] if path.is_dir() else [path]
 
 

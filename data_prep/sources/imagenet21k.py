@@ -25,13 +25,14 @@ class ImageNet21kSettings(Settings):
 
     kind: Literal["imagenet21k"]
     path: str = Field(examples=["downloads/winter21_whole.tar.gz"])
-    """The tar as downloaded, or the folder that it unpacks to."""
+    """Downloaded tar, or the folder that it unpacks to."""
     processing: Literal["ridnik", "raw"] = "ridnik"
-    """ridnik: keep large classes and split off `val`. raw: put all images into `train`."""
+    """ridnik: keep large classes and split off `val`, as Ridnik et al. raw: put all images into
+    `train`."""
     min_images: int = Field(500, ge=0)
     """Keep classes with more images than this (ridnik only)."""
     val_per_class: int = Field(50, ge=1)
-    """Images of each class in the split `val`."""
+    """Number of images of each class in the split `val`."""
     seed: int = Field(0, ge=0)
     """Seed that selects the images of `val`."""
 

@@ -21,7 +21,7 @@ from data_prep.sources.records import Batch, Records, RecordSource
 
 _UINT8: Final = 0x08
 _STEMS: Final = {"train": ("train",), "test": ("t10k", "test")}
-"""Beginnings of the file names of a split; EMNIST uses test."""
+"""Prefixes of the file names of a split; EMNIST's are test."""
 
 _CLASSES: Final = {
     "mnist": tuple("0123456789"),
@@ -60,8 +60,8 @@ MNIST_FILES = {
         "t10k-labels-idx1-ubyte.gz": "7320c461ea6c1c855c0b718fb2a4b134",
     },
 }
-"""MD5 sums: of KMNIST from torchvision 0.26 (torchvision/datasets/mnist.py), of the others from the
-content of the published .gz files."""
+"""Files and their MD5 sums: KMNIST's from torchvision 0.26 (torchvision/datasets/mnist.py), the
+others computed from the content of the published .gz files."""
 
 
 class MnistSettings(Settings):
@@ -71,11 +71,12 @@ class MnistSettings(Settings):
     path: str = Field(examples=["downloads/mnist"])
     """Folder of the four files."""
     variant: Literal["mnist", "fashion", "kmnist", "other"] = "mnist"
-    """Dataset whose MD5 sums and class names apply. other: none, as for EMNIST."""
+    """Dataset in the folder, which determines MD5 sums and class names. other: neither is known, as
+    for EMNIST."""
     prefix: str = Field("", pattern="^[a-z-]*$")
-    """Beginning of all file names, such as emnist-letters-"""
+    """Prefix of all file names, such as emnist-letters-"""
     transposed: bool = False
-    """Exchange rows and columns, for EMNIST."""
+    """Swap rows and columns of the images, for EMNIST."""
     class_names: tuple[str, ...] | None = Field(None, examples=[["zero", "one"]])
     """Class names (default: the variant's, or numbers)."""
     md5: Md5Policy = "published"
@@ -97,8 +98,8 @@ class MnistSource(RecordSource, of=MnistSettings):
         return Records(classes or tuple(map(str, range(1 + highest))), batches)
 
     def check_sums(self, files: list[Path]) -> None:
-        """Check each file as it is, or unpacked; name the variant if the file is of another
-        variant."""
+        """Check the MD5 of each file, as it is or unpacked. The error names the variant to which
+        the file belongs."""
         published = MNIST_FILES.get(self.settings.variant, {})
         for path in files:
             name = path.name.removeprefix(self.settings.prefix)
@@ -140,7 +141,8 @@ class MnistSource(RecordSource, of=MnistSettings):
             return gzip.decompress(stored) if path.suffix == ".gz" else stored
 
     def _array(self, name: str, num_dimensions: int) -> NDArray[np.uint8]:
-        """Return an idx file: two zeros, type, number of dimensions, big-endian sizes, values."""
+        """Return the array in an idx file: two zeros, type, number of dimensions, big-endian sizes,
+        values."""
         data, begin = self._data(self.path / name), 4 + 4 * num_dimensions
         with report_damage(self.path / name):
             if len(data) < begin or data[:4] != bytes([0, 0, _UINT8, num_dimensions]):

@@ -32,16 +32,16 @@ from data_prep.publish import hash_of_json
 from data_prep.sources.base import UNLABELLED, Source
 
 MAX_BYTES: Final = 1 << 28
-"""Largest size that an archive may unpack to, unless its source has another limit."""
+"""Largest unpacked size of an archive, in bytes, unless its source has another limit."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One file of records, in file order."""
+    """The records of one file, in file order."""
 
     split: str
     pixels: NDArray[np.uint8]
-    """(records, 3, height, width) in color, (records, height, width) in gray."""
+    """Array of shape (records, 3, height, width) for color, (records, height, width) for gray."""
     labels: NDArray[np.int64]
 
 
@@ -49,7 +49,7 @@ class Batch:
 class Records:
     classes: tuple[str, ...]
     batches: dict[str, Batch]
-    """Records by the name of the file that has the pixels."""
+    """Name of the file with the pixels -> its records."""
 
 
 class RecordSource(Source):
@@ -59,7 +59,7 @@ class RecordSource(Source):
     """MD5 sums of the unpacked files."""
 
     max_bytes: ClassVar[int] = MAX_BYTES
-    """Largest size that the archive may unpack to."""
+    """Largest unpacked size of the archive, in bytes."""
 
     @abstractmethod
     def names(self) -> tuple[str, ...]:
@@ -71,7 +71,8 @@ class RecordSource(Source):
 
     @property
     def folder(self) -> Path:
-        """Folder with the files. A .tar.gz has one after `outline` has unpacked it."""
+        """Folder with the files. For a .tar.gz it exists after `outline` has unpacked the
+        archive."""
         if self.path.is_dir():
             return self.path
         assert self.work_directory is not None
@@ -148,7 +149,8 @@ class RecordSource(Source):
 def _loaded(
     kind: type[RecordSource], settings: Any, work_directory: Path | None, stamp: str
 ) -> Records:
-    """Return the records, loaded once per process; a changed archive has another stamp."""
+    """Return the records, loaded once per process. A changed archive has another stamp and is
+    loaded again."""
     source = kind(settings)
     source.work_directory = work_directory
     records = source.load()
@@ -157,7 +159,7 @@ def _loaded(
         raise SourceError("source.path", problem, fix, code="changed")
     num_classes = len(records.classes)
     if not num_classes or len(set(records.classes)) < num_classes:
-        raise damaged(source.path, "it names no classes, or one twice")
+        raise damaged(source.path, "contains no class names, or one of them twice")
     for name, batch in records.batches.items():
         labels, num_images = batch.labels, len(batch.pixels)
         if num_images != len(labels) or not num_images:

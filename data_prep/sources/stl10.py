@@ -84,7 +84,7 @@ class Stl10Source(RecordSource, of=Stl10Settings):
         return {"folds": self._folds()[[int(locator.rpartition("/")[2]) for locator in locators]]}
 
     def _splits(self) -> dict[str, str]:
-        """Return the split of each file of images."""
+        """Return {file of images: its split}."""
         return {
             name: split
             for name, split in _SPLITS.items()

@@ -42,7 +42,7 @@ class SynsetSource(Source):
         return Entries.of(self.rows(container), label=container.label)
 
     def rows(self, container: Container) -> list[tuple[str, int, int]]:
-        """Return (name, offset or time of change, bytes) of each image."""
+        """Return (name, offset or modification time, number of bytes) of each image."""
         place = self.root / container.path
         if not container.stamp:
             return list(walk_files(place))
@@ -116,7 +116,7 @@ def _tar_of_tars(path: Path, place: str, split: str) -> dict[str, Container]:
 def _visible(
     file: Path, place: Path, *, start: int = 0, num_bytes: int | None = None
 ) -> list[Member]:
-    """Return the members, except hidden files, of the tar in a range of `file`."""
+    """Return the members of the tar in a range of `file`, except hidden files."""
     refuse_gzip(file)
     try:
         found = list(members(file, start=start, num_bytes=num_bytes))
@@ -142,7 +142,7 @@ def _wnid(name: str, place: Path) -> str:
 
 
 def _file_of(root: Path, container: Container) -> Path:
-    """Return the file of a container that may be named FILE/MEMBER."""
+    """Return the file on disk of a container, whose path can be FILE/MEMBER."""
     place = root / container.path
     for path in (place, *place.parents):
         if path.is_file():
@@ -154,7 +154,7 @@ def _file_of(root: Path, container: Container) -> Path:
 
 
 class _Descriptor:
-    """An open file that closes when the cache drops it."""
+    """An open file descriptor, which is closed when the cache drops it."""
 
     def __init__(self, path: Path):
         self.number = os.open(path, os.O_RDONLY)

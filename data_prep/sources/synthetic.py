@@ -39,7 +39,7 @@ Pixels = NDArray[np.float64]
 
 
 class Look(NamedTuple):
-    """The three attributes that name a class."""
+    """The three attributes of a class: shape, color and position."""
 
     shape: str
     color: str
@@ -51,8 +51,8 @@ class Look(NamedTuple):
 
 
 def class_set(name: str, *, num_classes: int) -> tuple[Look, ...]:
-    """Return the first looks of a set, in a fixed mixed order, so few classes differ in all
-    attributes."""
+    """Return the first classes of a set, in a fixed mixed order, so that even a few classes differ
+    in all attributes."""
     combinations = itertools.product(enumerate(SHAPES), enumerate(COLORS), enumerate(QUADRANTS))
     parity = {"a": 0, "b": 1}[name]
     looks = [Look(s, c, q) for (i, s), (j, c), (k, q) in combinations if (i + j + k) % 2 == parity]
@@ -84,9 +84,9 @@ class SyntheticSettings(Settings):
     num_classes: int = Field(48, ge=2, le=48)
     """Number of classes of the set."""
     num_train_per_class: int = Field(100, ge=1)
-    """Images of each class in the split `train`."""
+    """Number of images of each class in the split `train`."""
     num_val_per_class: int = Field(20, ge=0)
-    """Images of each class in the split `val`."""
+    """Number of images of each class in the split `val`."""
     image_size: int = Field(48, ge=16, le=512)
     """Width and height of the images, in pixels."""
     seed: int = Field(0, ge=0)
@@ -164,7 +164,8 @@ class SyntheticSource(FolderSource, of=SyntheticSettings):
 
 
 def draw(look: Look, *, size: int, generator: np.random.Generator) -> NDArray[np.uint8]:
-    """Return a (size, size, 3) image of `look`; `generator` determines everything else."""
+    """Return a (size, size, 3) image of the class `look`. Everything else is drawn from
+    `generator`."""
     x, y = _axes(size)
     canvas = _clouds(x, y, generator)
     for _ in range(generator.integers(1, 3)):
@@ -204,7 +205,7 @@ def _paint(
     radius: float,
     generator: np.random.Generator,
 ) -> None:
-    """Draw one object onto the canvas, with edges one pixel soft."""
+    """Draw one object onto the canvas, with edges that are blurred over one pixel."""
     x, y = _axes(len(canvas))
     angle = generator.uniform(0, 2 * np.pi)
     value, saturation = generator.uniform(0.45, 1.0), generator.uniform(0.7, 1.0)

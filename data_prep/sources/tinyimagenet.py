@@ -46,7 +46,7 @@ class TinyImageNetSettings(Settings):
 
     kind: Literal["tinyimagenet"]
     path: str = Field(examples=["downloads/tiny-imagenet-200.zip"])
-    """The zip tiny-imagenet-200.zip as downloaded, or the folder that it unpacks to."""
+    """Downloaded tiny-imagenet-200.zip, or the folder that it unpacks to."""
     unlabeled_test: bool = False
     """Add the 10,000 test images, published without labels, as the split `test`."""
 
@@ -139,7 +139,8 @@ class TinyImageNetSource(Source, of=TinyImageNetSettings):
         return tuple(sorted(names))
 
     def _val_labels(self) -> dict[str, int]:
-        """Return the label of each validation image. The other four numbers of a line are a box."""
+        """Return the label of each validation image. The other four numbers of a line (a box) are
+        ignored."""
         labels = {name: label for label, name in enumerate(self._wnids())}
         found: dict[str, int] = {}
         for line in self._lines(_ANNOTATIONS):

@@ -219,7 +219,7 @@ TARS, FOLDERS, TAR = synset_tars, synset_folders, f"{SYNSETS[1]}.tar"
             "1 images are in",
         ),
         (TARS, lambda source: (source / f"{TAR}.part").write_bytes(b"half"), f"{TAR}.part"),
-        (TARS, _name_twice, f"{SYNSETS[0]}.tar contains two files named"),
+        (TARS, _name_twice, f"{SYNSETS[0]}.tar contains two files"),
         (_whole_twice, lambda _: None, f"holds the synset {SYNSETS[0]} twice"),
         (
             TARS,

@@ -105,7 +105,7 @@ DAMAGES: list[tuple[Layout, str, bytes | None, str]] = [
     (STL10, "train_y.bin", bytes([1] * 11), "has 11 labels for 12 images"),
     (STL10, "test_y.bin", bytes([1, 2, 0, 3]), "in record 2"),
     (STL10, "test_y.bin", bytes([1, 2, 10, 11]), "in record 3"),
-    (STL10, "class_names.txt", b"", "names no classes"),
+    (STL10, "class_names.txt", b"", "no class names"),
     (STL10, "class_names.txt", b"a\na\n", "or one twice"),
     (STL10, "class_names.txt", b"\xff\n", "class_names.txt"),
     (STL10, "fold_indices.txt", b"0 1\n" * 9, "9 lines, but 10 folds are published"),
