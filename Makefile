@@ -31,7 +31,7 @@ findings: .venv/.installed $(if $(filter transfer,$(CLAIM)),transfer-data) $(if 
 	done
 	$(BIN)/python benchmarks/findings.py
 
-# Makes the datasets of the claim "Test error against compute": 48,000 images and parts of them.
+# Makes the datasets of docs/findings/scaling.md: 48,000 images and parts of them.
 scaling-data: .venv/.installed
 	$(BIN)/data_prep build configs/data_prep/fashion_mnist.yaml
 	$(BIN)/data_prep index configs/data_prep/index_fashion_mnist_6k.yaml \
@@ -40,7 +40,7 @@ scaling-data: .venv/.installed
 	$(BIN)/data_prep subset data/fashion-mnist-n48 --out data/fashion-mnist-n12 --fraction 0.25
 	$(BIN)/data_prep subset data/fashion-mnist-n48 --out data/fashion-mnist-n6 --fraction 0.125
 
-# Makes the datasets of the claim "Transfer": labeled images that each seed draws, and fixed test images.
+# Makes the datasets of docs/findings/transfer.md: labeled images that each seed draws, and fixed test images.
 transfer-data: .venv/.installed
 	$(BIN)/data_prep build configs/data_prep/clip_art.yaml
 	$(BIN)/data_prep dedup data/clip-art --out data/clip-art-duplicates.jsonl

@@ -13,15 +13,18 @@ from analysis.speed import command as speed
 from analysis.sweeps import command as sweeps
 from data_prep.errors import UserError
 from data_prep.exit_codes import OK, run_command
-from data_prep.explain import Verbs, program
+from data_prep.explain import Parser, Verbs, program
 from data_prep.settings import near_path
 from pretrain.models.imported import add_allow_import
 
 
 def main(arguments: list[str] | None = None) -> int:
-    about = "Tables and figures of trained runs."
-    parser = program("analysis", description=about, add_verbs=_add_verbs)
-    return run_command("analysis", parser.parse_args(arguments))
+    return run_command("analysis", make_parser().parse_args(arguments))
+
+
+def make_parser() -> Parser:
+    about = "Make tables and figures of trained runs."
+    return program("analysis", description=about, add_verbs=_add_verbs)
 
 
 def _add_verbs(verbs: Verbs) -> None:

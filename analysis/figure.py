@@ -22,36 +22,39 @@ Names = Annotated[
 
 
 class FigureSettings(Settings):
-    """A variable is one of VARIABLES or an axis of the plan."""
+    """Settings of a plan's figure. A variable is one of VARIABLES or an axis of the plan."""
 
     kind: Literal["sweep", "curves", "scaling", "cka"]
-    """sweep: errors by x. curves: losses during training. scaling: laws. cka: features of the first
-    entry's runs, compared with runs of the other entries that have the same values on common
-    axes."""
+    """Kind of figure. sweep: errors against x. curves: losses during training. scaling: scaling
+    laws. cka: features of the first entry's runs, compared with runs of the other entries that have
+    the same values on common axes."""
     x: str | None = Field(None, examples=["width"])
     """Variable of a sweep's horizontal axis."""
     hue: Names = Field((), examples=["mixing"])
-    """Variables that make lines."""
+    """Variables with a line for each value."""
     facet: Names = Field((), examples=["target"])
-    """Variables that make panels."""
+    """Variables with a panel for each value."""
     task: str | None = Field(None, examples=["probe"])
-    """Only results of this task: pretrain, probe, tune, evaluate, ..."""
+    """Show only results of this task: pretrain, probe, tune, evaluate, ..."""
     accuracy: bool = False
     """curves: also draw the test accuracy."""
 
 
 def figure_settings(plan: Plan) -> FigureSettings:
-    """Return the checked settings. Runs are not read."""
+    """Return the checked settings, without reading runs."""
     if plan.figure is None:
         fix = "add one, such as figure: {kind: sweep, x: width, hue: kind}"
         raise SettingsError(plan.path, "the plan has no `figure:`", fix, code="missing-value")
     settings = validate(FigureSettings, dict(plan.figure))
-    if (settings.kind == "sweep") != (settings.x is not None):
-        problem = "x is required for kind sweep and not valid for other kinds"
-        raise SettingsError("figure.x", problem, "set x: width, for example", code="conflict")
+    if settings.kind == "sweep" and settings.x is None:
+        fix = "set x: width, for example"
+        raise SettingsError("figure.x", "kind sweep needs x", fix, code="conflict")
+    if settings.kind != "sweep" and settings.x is not None:
+        problem = f"kind {settings.kind} does not use x"
+        raise SettingsError("figure.x", problem, "remove x", code="conflict")
     if settings.accuracy and settings.kind != "curves":
-        problem = "accuracy is only valid for kind curves"
-        raise SettingsError("figure.accuracy", problem, "remove it", code="conflict")
+        problem = f"kind {settings.kind} does not use accuracy"
+        raise SettingsError("figure.accuracy", problem, "remove accuracy", code="conflict")
     members = (member for stage in plan.stages for member in stage.members)
     known = [*VARIABLES, *dict.fromkeys(axis for member in members for axis in member.labels)]
     for name in (*filter(None, [settings.x]), *settings.hue, *settings.facet):
@@ -62,7 +65,7 @@ def figure_settings(plan: Plan) -> FigureSettings:
 
 
 def figure(plan: Plan, results: pd.DataFrame | None = None, *, partial: bool = False) -> Result:
-    """`results`: a results table to use instead of the plan's runs."""
+    """Draw the figure. `results`: a results table to use instead of the plan's runs."""
     settings = figure_settings(plan)
     if settings.kind == "cka":
         if results is not None:

@@ -50,13 +50,13 @@ class Result:
     rows: "DataFrame | None" = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     figures: "Mapping[str, Figure | Image]" = field(default_factory=dict)
-    """Figures by WHICH in NAME-WHICH; "" for a single figure."""
+    """Figures by WHICH in NAME-WHICH. A single figure has the key "" (empty)."""
     inputs: Sequence[Path | str] = ()
     """Datasets, runs and checkpoints to hash, in addition to the option `points`."""
     printed: "Sequence[str | DataFrame]" = ()
-    """Lines and tables for the console."""
+    """Lines and tables to print."""
     page: str = ""
-    """Markdown text."""
+    """Text of the Markdown page."""
     results: "DataFrame | None" = None
     """The results table of a plan's figure, saved as NAME-results.parquet."""
 
@@ -149,13 +149,13 @@ def _write_figure(figure: "Figure | Image", path: Path) -> list[Path]:
 
 def mark(number: int) -> dict[str, Any]:
     """Return the color and the marker of the nth line."""
-    from finetune.looks import COLOURS, MARKERS
+    from finetune.looks import COLORS, MARKERS
 
-    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+    return {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 def draw_band(axes: "Axes", x: Any, low: Any, middle: Any, high: Any, **style: Any) -> None:
-    """Draw a line and the interval or range around it."""
+    """Draw a line and the band of an interval or range."""
     axes.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
     axes.plot(x, middle, **style)
 

@@ -48,7 +48,7 @@ def report(root: Path) -> Result:
 
 
 def collect(root: Path) -> list[Run]:
-    """Return the runs below `root`, sorted by task and name. A group replaces its repetitions."""
+    """Return the runs below `root`, sorted by task and name. Groups replace their repetitions."""
     runs = runs_below(root)
     if not runs:
         fix = "give the folder of the runs, such as runs"
@@ -86,7 +86,7 @@ def rows_of(runs: Sequence[Run]) -> pd.DataFrame:
 
 
 def accuracy_words(row: Any) -> str:
-    """Return the accuracy with the deviation over repetitions, or "" if unknown."""
+    """Return the accuracy as text, with the deviation over repetitions; empty if unknown."""
     if math.isnan(row.top1):
         return ""
     spread = "" if math.isnan(row.top1_std) else f" ± {100 * row.top1_std:.1f}"
@@ -123,8 +123,8 @@ def draw(runs: Sequence[Run], rows: pd.DataFrame) -> Figure:
 
 
 def draw_curves(runs: Sequence[Run], loss: Axes, accuracy: Axes) -> None:
-    """Draw the curves, and dotted lines for the loss and accuracy of guessing. Unequal classes add
-    the class mean and the largest class."""
+    """Draw the curves, and dotted lines for the loss and accuracy of guessing. If classes differ in
+    size, also draw the class mean and a line for the largest class."""
     for number, run in enumerate(runs):
         color = f"C{number}"
         style: dict[str, Any] = {"color": color, "label": legible(run.name)}
@@ -146,7 +146,7 @@ def draw_curves(runs: Sequence[Run], loss: Axes, accuracy: Axes) -> None:
 
 
 def draw_accuracies(rows: pd.DataFrame, axes: Axes) -> None:
-    """Draw a bar for each run next to the chance of its dataset."""
+    """Draw the accuracy of each run as a bar, next to the chance level of its dataset."""
     rows = rows.assign(is_model=rows.model != "pixels")
     rows = rows.sort_values(["is_model", "model", "top1"], kind="stable")
     heights, colors = np.arange(len(rows)), rows.task.map(COLORS).fillna("#bbbbbb")

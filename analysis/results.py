@@ -92,7 +92,7 @@ VARIABLES = (
 """Variables of figures, in addition to the axes of their plan. Not columns: log_cs = ln(C / S),
 log2_omega (rounded), mixing (normal or RP)."""
 STAGES = ("pretrain", "probe", "knn", "tune", "evaluate")
-"""Kinds of work that end with an accuracy."""
+"""Kinds of plan entries that end with an accuracy."""
 
 
 def as_frame(rows: Sequence[dict[str, Any]] | pd.DataFrame) -> pd.DataFrame:
@@ -106,6 +106,9 @@ def read_results(paths: Iterable[Path]) -> pd.DataFrame:
     frames = []
     for path in paths:
         fix = "write it with `analysis collect PLAN --out FILE.parquet`"
+        if path.is_dir():
+            fix = f"for runs, write `analysis report {path}`; for a plan, {fix}"
+            raise UserError(str(path), "it is a directory", fix, code="unknown-format")
         try:
             frame = pd.read_parquet(path)
         except FileNotFoundError:
@@ -128,7 +131,7 @@ def _check_top1(results: pd.DataFrame) -> None:
     lacking = results[results.error.isna() & is_evaluated]
     if len(lacking):
         problem = f"the run has no top-1 ({len(lacking):,} results in total)"
-        raise UserError(lacking.run.iloc[0], problem, "run it again", code="missing-value")
+        raise UserError(lacking.run.iloc[0], problem, "repeat the run", code="missing-value")
 
 
 def last_of_each_run(results: pd.DataFrame) -> pd.DataFrame:
@@ -138,7 +141,7 @@ def last_of_each_run(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def results_of_plans(plans: Sequence[Plan], *, partial: bool = False) -> pd.DataFrame:
-    """Return the results of all members. Unfinished members are an error without `partial`."""
+    """Return the results of the plans' runs. Without `partial`, unfinished runs are an error."""
     names = ", ".join(plan.name for plan in plans)
     if len({plan.name for plan in plans}) < len(plans):
         fix = "remove one of them"

@@ -21,14 +21,14 @@ from finetune.runs import Run, card_of, run_of
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.run import MAY_CHANGE, list_checkpoints, step_of
 from pretrain.config import DataSettings
-from pretrain.data.datasets import TrainingData, load_training_data
+from pretrain.data.datasets import load_training_data
 from pretrain.models.cost import cost_of, num_block_parameters, width_and_connections
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, ModelSpec, SparseMlpSpec
 
 TRAININGS = ("pretrain", "scratch")
 CURVES, LONGEST_CURVE = ("train/loss", "eval/loss", "eval/top1"), 200
 REPEATED = ("seed", "train.seed", "data.fold")
-"""Settings in which the repetitions of one recipe differ."""
+"""Settings that differ between repetitions of one recipe."""
 APART = (
     *(key for key in MAY_CHANGE if key != "train.duration"),
     *("run_dir", "pretrained", "data.dataset", "features_dir", "seeds", "folds"),
@@ -41,7 +41,7 @@ SCALED = (
     *("model.num_channels", "model.num_tokens", "model.patch_size", "model.density"),
     *("model.token_hidden", "model.channel_hidden"),
 )
-"""Settings in which the runs of one scaling law differ, in addition to the dataset."""
+"""Settings that may differ between the runs of one scaling law, in addition to the dataset."""
 AUGMENTATIONS = (
     *("crop_scale", "crop_padding", "flip_probability", "auto_augment", "erase_probability"),
     *("mixup_alpha", "cutmix_alpha"),
@@ -59,7 +59,7 @@ def rows_of_run(run: Run) -> list[dict[str, Any]]:
     if run.is_group or not run.result:
         return []
     chain = [run]
-    """The run, then the runs of its weights."""
+    """The run, the run of its pretrained weights, and so on."""
     while (source := chain[-1].pretrained) is not None and (above := _run_at(source)) is not None:
         chain.append(above)
     scores = {name: 1 - accuracy for name, accuracy in run.accuracies.items()}
@@ -139,8 +139,8 @@ def _hash(values: Sequence[Any]) -> str:
 
 
 def _start(run: Run, chain: Sequence[Run]) -> str:
-    """Return the earlier trainings, the last one first: "cifar10, of imagenet21k for 400
-    epochs"."""
+    """Return a description of the earlier trainings, the last one first: "cifar10, of imagenet21k
+    for 400 epochs"."""
     parts = []
     for below, each in pairwise(chain):
         if each.task in TRAININGS:
@@ -166,7 +166,7 @@ def _benchmark(run: Run) -> str:
 
 
 def plain_length(length: str) -> str:
-    """Return 50epochs and 1_000 epochs as 50 epochs and 1000 epochs."""
+    """Return `50epochs` as `50 epochs`, and `1_000 epochs` as `1000 epochs`."""
     return re.sub(r"^(\d+) ?(epochs?)$", r"\1 \2", length.strip().replace("_", ""))
 
 
@@ -210,11 +210,8 @@ def _about_training(run: Run, step: int) -> dict[str, Any]:
     if "global_batch_size" in train:
         samples = about["samples"] = step * train["global_batch_size"]
         if data is not None:
-            about |= {
-                "images": data.num_samples,
-                "epochs": samples / data.num_samples,
-                "trained_on": data.name,
-            }
+            num_samples, name = data
+            about |= {"images": num_samples, "epochs": samples / num_samples, "trained_on": name}
         if about.get("multiply_adds"):
             about["compute"] = 3.0 * about["multiply_adds"] * samples
             about["flop"] = 2 * about["compute"]
@@ -222,7 +219,7 @@ def _about_training(run: Run, step: int) -> dict[str, Any]:
 
 
 def model_words(spec: AnySpec) -> str:
-    """Return the label and the settings that differ from the default but not in the label."""
+    """Return the model's label, and its settings that are neither defaults nor in the label."""
     fields = {
         name: field.default
         for name, field in type(spec).model_fields.items()
@@ -279,7 +276,7 @@ def _curves(run: Run) -> dict[str, Any]:
 
     for name, (steps, values) in (("train", train), ("test", test)):
         if steps:
-            epochs = [step * batch / data.num_samples for step in means(steps)]
+            epochs = [step * batch / data[0] for step in means(steps)]
             curves |= {f"{name}_epochs": epochs, f"{name}_losses": means(values)}
     if train[0]:
         curves["train_loss"] = float(np.mean(train[1][-max(1, len(train[1]) // 10) :]))
@@ -288,19 +285,23 @@ def _curves(run: Run) -> dict[str, Any]:
     return curves
 
 
-def _data_of(run: Run) -> TrainingData | None:
-    data = run.settings.get("data") or {}
+def _data_of(run: Run) -> tuple[int, str] | None:
+    """Return the samples of an epoch, and the name of the training data."""
+    if run.data.get("stream"):  # its shards are not needed
+        return run.data["samples_per_epoch"], run.dataset_name
     extra = [
         {**each, "dataset": str(run.path_of(each["dataset"]))}
-        for each in data.get("extra_datasets") or ()
+        for each in run.data.get("extra_datasets") or ()
     ]
-    return _load_data(json.dumps({**data, "dataset": str(run.dataset), "extra_datasets": extra}))
+    data = {**run.data, "dataset": str(run.dataset), "extra_datasets": extra}
+    return _load_data(json.dumps(data))
 
 
 @lru_cache(maxsize=64)
-def _load_data(data: str) -> TrainingData | None:
+def _load_data(settings: str) -> tuple[int, str] | None:
     try:
-        return load_training_data(validate(DataSettings, json.loads(data)))
+        data = load_training_data(validate(DataSettings, json.loads(settings)))
     except (DatasetError, ValueError, OSError) as problem:
         print(f"{problem} The table has no epochs and curves for it.", file=sys.stderr)
         return None
+    return data.num_samples, data.name

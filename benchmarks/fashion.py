@@ -29,7 +29,7 @@ from torch.nn.functional import avg_pool2d, cross_entropy, pad
 from cluster.plan_file import load_checked
 from data_prep.manifest import load_manifest
 from data_prep.publish import write_atomic
-from finetune.looks import BLUE, GREY, PAGE, looks, save
+from finetune.looks import BLUE, GRAY, PAGE, looks, save
 from finetune.runs import Run, card_of, runs_below
 from pretrain.data.reader import open_split
 from pretrain.models.cost import cost_of
@@ -214,7 +214,7 @@ def draw(results: pd.DataFrame, path: Path) -> None:
         axes = (figure := Figure(figsize=(PAGE, 1.9))).subplots()
         for height, (name, mean) in enumerate(means.items()):
             top1 = 100 * results.loc[results["model"] == name, "top1"]
-            color = BLUE if "(" in str(name) else GREY
+            color = BLUE if "(" in str(name) else GRAY
             axes.plot(top1, [height] * len(top1), "o", color=color, alpha=0.6)
             end = (top1.max(), height)
             axes.annotate(f"{mean:.1f} %", end, (6, -3), textcoords="offset points")

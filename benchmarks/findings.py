@@ -1,4 +1,4 @@
-"""Decide the claims of docs/findings.md by their rules, from tests/analysis/points/findings_*.
+"""Decide the claims of docs/findings/ by their rules, from tests/analysis/points/findings_*.
 
     .venv/bin/python benchmarks/findings.py                   prints the result of each claim as Markdown
     .venv/bin/python benchmarks/findings.py baseline DATASET  fits logistic regression on a dataset
@@ -132,7 +132,7 @@ def conclude(conclusions: Mapping[str, bool]) -> str:
 
 
 def locality(results: pd.DataFrame) -> list[str]:
-    """Decide "Width or locality"."""
+    """Decide docs/findings/locality.md."""
     errors, rates = errors_and_rates(results, ("pixels", "network"), 120)
     in_order, permuted = errors["in-order"], errors["permuted"]
     cost = permuted - in_order
@@ -175,7 +175,7 @@ def locality(results: pd.DataFrame) -> list[str]:
 
 
 def width(results: pd.DataFrame) -> list[str]:
-    """Decide "Width at a fixed number of connections"."""
+    """Decide docs/findings/width.md."""
     data = with_variables(results)[0].assign(percent=100 * results.error)
     errors, rates = (
         data.pivot(index=["channels", "tokens"], columns=["mixing", "seed"], values=values)
@@ -231,7 +231,7 @@ BATCHES = [f"{schedule}-{epochs}" for schedule in ("cosine", "constant") for epo
 
 
 def mlp(results: pd.DataFrame) -> list[str]:
-    """Decide "Inverted bottleneck, augmentation and batch size"."""
+    """Decide docs/findings/mlp.md."""
     errors, rates = errors_and_rates(results, ("arm",), 100)
     weak = weak_arms(errors)
     gain = errors["inverted-mixup"] - errors["inverted"]
@@ -297,7 +297,130 @@ def mlp(results: pd.DataFrame) -> list[str]:
     ]
 
 
-CLAIMS = {"width": width, "locality": locality}
+def slopes(values: pd.DataFrame, x: Sequence[float]) -> "pd.Series[float]":
+    """Return the least-squares slope of each row against `x`."""
+    return pd.Series(np.polyfit(x, values.T, 1)[0], values.index)
+
+
+def depth(results: pd.DataFrame) -> list[str]:
+    """Decide "Depth of RP-Mixers"."""
+    errors, rates = errors_and_rates(results, ("mixing", "network"), 50)
+    gap = errors["RP"] - errors["normal"]
+    weak = weak_arms(errors["normal"]) | weak_arms(errors["RP"])
+    data = with_variables(results)[0].assign(rise=results.loss - results.train_loss)
+    rises = data.groupby(["mixing", "network"]).rise.mean()
+    networks = [*rates["normal"].index]
+    table = [
+        [
+            titled(name, weak),
+            *(with_interval(errors[kind, name]) for kind in KINDS),
+            with_interval(gap[name], "+"),
+            " / ".join(f"{rises[kind, name]:.2f}" for kind in KINDS),
+            " / ".join(f"{rates[kind, name]:g}" for kind in KINDS),
+        ]
+        for name in networks
+    ]
+    header = ("network", *KINDS, "gap", "test minus training loss", "learning rates")
+    used = [name for name in networks if name not in weak]
+    if len(used) < 3:
+        verdict = "Not tested: fewer than three depths beat logistic regression."
+        return [*markdown(header, table), "", verdict]
+    slope = slopes(gap[used], [math.log2(int(name.partition("-")[2])) for name in used])
+    first, last = used[0], used[-1]
+    outcomes, decisions = decide(
+        [
+            Comparison("1", f"gap of `{first}`", gap[first], "above", ()),
+            Comparison("2", "slope of the gap against log2(depth)", slope, "below", (), equal=0),
+            Comparison("3", f"gap of `{last}`", gap[last], "below", (), bound=1),
+        ],
+        set(),
+    )
+    begins_worse, falls, is_reached = (outcomes[rule] == {"yes"} for rule in "123")
+    not_worse = f"RP-Mixers are not worse at `{last}`"
+    conclusions = {
+        "The claim holds: RP-Mixers begin worse and reach normal Mixers.": begins_worse
+        and falls
+        and is_reached,
+        f"The claim fails: RP-Mixers are still worse at `{last}`.": not is_reached
+        and interval(gap[last])[1] > 0,
+        "The claim fails: the gap grows with depth.": interval(slope)[1] > 0,
+        f"{not_worse}; a deficit at limited depth is not shown.": is_reached and not begins_worse,
+        f"{not_worse}; a fall with depth is not shown.": is_reached and begins_worse,
+    }
+    first_true = next((words for words, is_true in conclusions.items() if is_true), "Undecided.")
+    return [*markdown(header, table), "", *decisions, "", first_true]
+
+
+def gain(results: pd.DataFrame) -> list[str]:
+    """Decide "Initial scale of very sparse layers"."""
+    errors, rates = errors_and_rates(results, ("init", "width"), 50)
+    data = with_variables(results)[0]
+    losses = data.pivot(index="seed", columns=["init", "width"], values="train_loss")
+    default, effect = losses["default"], losses["spectral"] - losses["default"]
+    effect_on_error = errors["spectral"] - errors["default"]
+    weak = weak_arms(errors["default"]) & weak_arms(errors["spectral"])
+    narrow, middle, _, wide, widest = default
+    rise, difference_of_effects = default[widest] - default[middle], effect[widest] - effect[narrow]
+    on_loss = "effect on the training loss at m = "
+    outcomes, decisions = decide(
+        [
+            Comparison(rule, words, values, side, arms, equal=equal)
+            for rule, words, values, side, arms, equal in (
+                ("1", f"training loss at m = {widest:,} minus m = {middle:,}", rise, "above", (widest, middle), 0.05),
+                ("2", f"{on_loss}{widest:,}", effect[widest], "below", (widest,), 0.05),
+                ("3", f"{on_loss}{wide:,}", effect[wide], "below", (wide,), 0.05),
+                ("4", f"{on_loss}{widest:,} minus m = {narrow:,}", difference_of_effects, "below", (widest, narrow), 0.05),
+                ("5", f"effect on the test error at m = {widest:,}", effect_on_error[widest], "below", (widest,), 1),
+            )
+        ],
+        weak,
+    )  # fmt: skip
+    deteriorates, helps, helps_wide, is_sparse, generalizes = (
+        outcomes[rule] == {"yes"} for rule in "12345"
+    )
+    conclusion = conclude(
+        {
+            "The initial scale causes a part of the deterioration.": deteriorates
+            and helps
+            and is_sparse,
+            "The gain helps, but not through sparsity.": deteriorates and helps and not is_sparse,
+            "The initial scale does not cause the deterioration.": deteriorates
+            and outcomes["2"] == {"equal"},
+            "No deterioration was seen.": not deteriorates,
+            "The effect is not only at the most extreme sparsity.": deteriorates
+            and helps
+            and helps_wide,
+            "The gain improves generalization.": deteriorates and generalizes,
+            "The gain harms training.": outcomes["2"] == {"reversed"},
+        }
+    )
+    _, low, high = interval(effect[narrow])
+    if low > 0.05 or high < -0.05:
+        conclusion = "The control fails, so the rules are not tested."
+    table = [
+        [
+            f"{m:,}{' (weak)' * (m in weak)}",
+            *(with_interval(losses[init, m]) for init in ("default", "spectral")),
+            with_interval(effect[m], "+"),
+            *(with_interval(errors[init, m]) for init in ("default", "spectral")),
+            " / ".join(f"{rates[init, m]:g}" for init in ("default", "spectral")),
+        ]
+        for m in default
+    ]
+    header = (
+        "m",
+        "training loss, default",
+        "spectral",
+        "effect",
+        "test error, default",
+        "spectral",
+        "learning rates",
+    )
+    part = f"Effect at m = {widest:,} divided by the difference of rule 1: {effect[widest].mean() / rise.mean():.2f}."
+    return [*markdown(header, table), "", *decisions, "", conclusion, "", part]
+
+
+CLAIMS = {"width": width, "locality": locality, "mlp": mlp}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["baseline"]:

@@ -21,7 +21,7 @@ from models_peers import plain, products_of, step_flops
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
+from pretrain.augment.augmentation import Augmentation, Normalization, Prepared
 from pretrain.config import AugmentSettings, EngineSettings, OptimizerSettings
 from pretrain.data.loader import Batch
 from pretrain.data.order import BatchPlan
@@ -94,7 +94,7 @@ def main() -> None:
         RECIPE,
         seed=0,
         image_size=size,
-        normalisation=Normalisation((0.48, 0.45, 0.41), (0.27, 0.26, 0.27)),
+        normalization=Normalization((0.48, 0.45, 0.41), (0.27, 0.26, 0.27)),
         device=device,
         dtype=engine.input_dtype,
     )
@@ -137,7 +137,7 @@ def main() -> None:
         "images_per_s": images_per_s,
         "product_rate_teraflops": product_rate / 1e12,
         "share_of_product_rate": flops * ratio(found, STEP, PRODUCT),
-        "device_idle_share": idle,
+        "device_idle_fraction": idle,
     }
     keep(figures)
     kind = "compiled" if options.compile else "eager"

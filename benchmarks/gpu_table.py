@@ -73,7 +73,7 @@ ROWS = (
           lambda run: run.get("usage/peak_gpu_reserved_gb"), "{:,.1f} GiB", lambda x: x * 2**30 < 24e9)
       for model, part in (("B-12", "run-b12"), ("B-6", "run-b6"))),
     Row("fraction of its time spent waiting for data", "<= 2 %", ("run-b12",),
-        lambda run: run["usage/data_wait_share"], "{:.1%}", lambda x: x <= 0.02),
+        lambda run: run["usage/data_wait_fraction"], "{:.1%}", lambda x: x <= 0.02),
     Row("augmentation, fraction of the time of an augmented step", "<= 5 %", (f"{STEP}-augmented", STEP),
         lambda augmented, plain: 1 - plain["ms"] / augmented["ms"], "{:.1%}", lambda x: x <= 0.05),
     Row("B-12/Wi-1024, ZeRO 1 on one GPU: time of a step relative to plain DDP", "<= 1.03 x", ("train-mlp",),
@@ -93,7 +93,7 @@ ROWS = (
     Row("B-12/Wi-1024, the step without loading", "", (STEP,), lambda step: step["ms"], "{:,.1f} ms"),
     Row("B-12/Wi-1024, the step without loading: FLOP/s, fraction of a large product", "", (STEP,), lambda step: step[SHARE], "{:.0%}"),
     Row("the large product, in bf16", "", (STEP,), lambda step: step["product_rate_teraflops"], "{:,.3g} TFLOP/s"),
-    Row("idle device in that step, fraction of its time", "", (STEP,), lambda step: step["device_idle_share"], "{:.1%}"),
+    Row("idle device in that step, fraction of its time", "", (STEP,), lambda step: step["device_idle_fraction"], "{:.1%}"),
     *(Row(f"B-12/Wi-1024, ZeRO {stage} on one GPU: time of a step relative to ZeRO 1", "", (f"profile-b12-z{stage}-compiled", STEP),
           _ratio_of("ms")) for stage in (0, 2)),
     Row("B-12/Wi-1024, eager: time of a step relative to the compiled step", "", ("profile-b12-z1-eager", STEP), _ratio_of("ms")),

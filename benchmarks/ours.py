@@ -26,7 +26,7 @@ import torch
 from serving import CACHE_GB, Passes, Task, serve
 
 from data_prep.manifest import load_manifest
-from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalization
 from pretrain.config import AugmentSettings, ReadingSettings
 from pretrain.data.datasets import Part
 from pretrain.data.loader import Batches, training_batches
@@ -60,7 +60,7 @@ class Loader:
             RECIPE,
             seed=0,
             image_size=task.image_size,
-            normalisation=Normalisation(manifest.channel_mean, manifest.channel_std),
+            normalization=Normalization(manifest.channel_mean, manifest.channel_std),
             device=torch.device("cpu"),
             dtype=torch.float32,
         )

@@ -33,7 +33,7 @@ from train_peers import ddp_step, public_step
 
 from data_prep.manifest import load_manifest
 from data_prep.publish import sha256_of
-from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
+from pretrain.augment.augmentation import Augmentation, Normalization, Prepared
 from pretrain.augment.feed import NUM_AHEAD, Feed, finish_for
 from pretrain.config import AugmentSettings, EngineSettings, OptimizerSettings
 from pretrain.data.first_read import lowest_priority
@@ -265,7 +265,7 @@ def prepare(case: Case, world: World, device: torch.device) -> Bench:
         AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8),
         seed=0,
         image_size=case.image_size,
-        normalisation=Normalisation(manifest.channel_mean, manifest.channel_std),
+        normalization=Normalization(manifest.channel_mean, manifest.channel_std),
         device=device,
         dtype=engine.input_dtype,
     )

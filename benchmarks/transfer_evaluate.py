@@ -28,7 +28,7 @@ from data_prep.manifest import load_manifest
 from finetune.evaluate.config import ViewSettings
 from finetune.evaluate.evaluate import answer
 from finetune.split import batches_of
-from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalization
 from pretrain.data.reader import ShardReader, open_split
 from pretrain.models.build import build_model
 from pretrain.models.presets import spec_of
@@ -85,7 +85,7 @@ class Bench:
             ViewSettings(),
             seed=0,
             image_size=IMAGE_SIZE,
-            normalisation=Normalisation(manifest.channel_mean, manifest.channel_std),
+            normalization=Normalization(manifest.channel_mean, manifest.channel_std),
             device=device,
             dtype=torch.float32,
         )

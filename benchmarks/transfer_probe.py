@@ -126,7 +126,7 @@ class PublicWay:
         self.labels = torch.from_numpy(reader.labels).to(DEVICE)
         self.mean, self.std = (
             torch.tensor(values, device=DEVICE).view(1, 3, 1, 1) * 255
-            for values in backbone.normalisation
+            for values in backbone.normalization
         )
         self.head = torch.nn.Linear(self.model.num_features, len(manifest.classes), device=DEVICE)
         for parameter in self.head.parameters():

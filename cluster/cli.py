@@ -5,15 +5,11 @@ import sys
 
 from cluster import init, plan
 from data_prep.exit_codes import run_command
-from data_prep.explain import Verbs, at_least, program
+from data_prep.explain import Parser, Verbs, at_least, program
 
 
 def main(arguments: list[str] | None = None) -> int:
-    words = (
-        "Create a folder for jobs, and run plans on this machine. The programs are data_prep, "
-        "pretrain, finetune and analysis."
-    )
-    options = program("wide-mlps", description=words, add_verbs=add_verbs).parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(
             errors="backslashreplace"
@@ -21,7 +17,15 @@ def main(arguments: list[str] | None = None) -> int:
     return run_command("wide-mlps", options)
 
 
-def add_verbs(verbs: Verbs) -> None:
+def make_parser() -> Parser:
+    about = (
+        "Create a folder for jobs, and run plans on this machine. The programs are data_prep, "
+        "pretrain, finetune and analysis."
+    )
+    return program("wide-mlps", description=about, add_verbs=_add_verbs)
+
+
+def _add_verbs(verbs: Verbs) -> None:
     words = (
         "create a folder with configs/ and cluster/ to submit jobs from; files that you have "
         "edited are kept"

@@ -58,7 +58,7 @@ def lay_out(options: argparse.Namespace) -> int:
         link.unlink(missing_ok=True)
         link.symlink_to(leads_to)
     for target in kept:
-        print(f"kept your edited file: {target}")
+        print(f"kept, it differs from the file of the package: {target}")
     print(f"{directory}: {len(copies)} configs and job scripts, Python of {sys.prefix}")
     print(
         f"next: cd {directory}, describe your site in cluster/site.env, then cluster/submit --check"

@@ -1,4 +1,4 @@
-"""Run one start (attempt) of a job, up to its end or its requeue. Every *.slurm runs this file on
+"""Run one attempt of a job, up to its end or its requeue. Every *.slurm runs this file on
 its first node, outside of containers.
 
     job.py pretrain train | finetune probe | finetune tune ... CONFIG [key=value ...]
@@ -13,18 +13,18 @@ its first node, outside of containers.
 4. USR2 (300 s before the limit, or at preemption) and TERM are passed to the ranks, which save at a
    step boundary and exit.
 5. An unfinished job requeues itself without the bad nodes. If SLURM does not allow that, it submits
-   a successor. It ends if the config is wrong, if it was canceled, or if its starts and those of
-   its predecessors make no progress (starts.py).
+   a successor. It ends if the config is wrong, if it was canceled, or if its attempts and those of
+   its predecessors make no progress (attempts.py).
 
-Only exit code 2 of the first start with running ranks means that the config is wrong. Any other
+Only exit code 2 of the first attempt with running ranks means that the config is wrong. Any other
 failure may be the node's fault, until a second node has the same failure. An error in this file
-ends a start like a failure of a rank.
+ends an attempt like a failure of a rank.
 
-jobs/JOB (or jobs/ARRAY_TASK) has the logs of all ranks, starts.jsonl and bad-nodes. This file
+jobs/JOB (or jobs/ARRAY_TASK) has the logs of all ranks, attempts.jsonl and bad-nodes. This file
 imports only the standard library (Python 3.9 or newer), because it must name a node whose .venv
 does not work.
 
-Long because one start of a job is one procedure, from its first line to its requeue.
+Long because one attempt of a job is one procedure, from its first line to its requeue.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.attempts import UNKNOWN, append_attempt, give_up_reason, has_trained, read_attempts
 from cluster.slurm import (
     SlurmError,
     about_job,
@@ -60,17 +61,16 @@ from cluster.slurm import (
     state_of,
     wait_for_successor,
 )
-from cluster.starts import UNKNOWN, append_start, give_up_reason, has_trained, read_starts
 from data_prep import console
 
 BAD_INPUT, NAMED_BAD, BUSY = 2, 3, 75
-"""Exit codes of a wrong config, of the pre-flight, and of ranks whose run another start holds."""
+"""Exit codes of a wrong config, of the pre-flight, and of ranks whose run another attempt holds."""
 PATIENCE = 18
 """Number of requests to SLURM, ten seconds apart."""
 
 
 class End(Exception):  # noqa: N818
-    """The end of this start, with its exit code; the text is for the log."""
+    """The end of this attempt, with its exit code; the text is for the log."""
 
     def __init__(self, text: str, code: int = 1):
         super().__init__(text)
@@ -79,7 +79,7 @@ class End(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Allocation:
-    """Values that SLURM and cluster/site.env give to this start."""
+    """Values that SLURM and cluster/site.env give to this attempt."""
 
     script: str
     number: str
@@ -181,7 +181,7 @@ def read_setting(environment: Mapping[str, str], name: str, default: int, *, lea
 
 
 class Job:
-    """One start of a job."""
+    """One attempt of a job."""
 
     def __init__(self, allocation: Allocation, words: list[str]) -> None:
         self.at = allocation
@@ -221,10 +221,10 @@ class Job:
             return self.answer
         if self.stopped or was_stopped(code):
             raise self.start_again("stopped")
-        if code == BAD_INPUT and not has_trained(self.starts()):
+        if code == BAD_INPUT and not has_trained(self.attempts()):
             raise End("the config is not valid; not started", BAD_INPUT)
         if self.run_python("-c", "")[0] == 0:
-            # the config was valid in an earlier start: this node may lack a mount, or the run may
+            # the config was valid in an earlier attempt: this node may lack a mount, or the run may
             # now be another job's
             raise self.blame_node(
                 f"the check of the config failed on this node (exit code {code}, see above)",
@@ -279,7 +279,7 @@ class Job:
             (each for each in map(facts, lines) if each.get("NodeName") == self.nodes[0]), {}
         )
         environment["MASTER_ADDR"] = first.get("NodeAddr", self.nodes[0])
-        # Below the ephemeral ports; each job and start has another, because old ranks may linger.
+        # Below the ephemeral ports; each job and attempt has another, because old ranks may linger.
         port = 10000 + (int(self.at.number) * 16 + 2 * self.at.restarts) % 20000
         environment["MASTER_PORT"] = str(free_port(port))
 
@@ -340,11 +340,11 @@ class Job:
         how = f"exit code {code}{' (out of memory?)' if code == 137 else ''}"
         who = f"rank {first['rank']} on {first['node']} failed first, with {how}"
         self.log(f"{who}; the last lines of {own_log}:")
-        lines = own_log.read_text(errors="replace").rpartition("--- start ")[2].splitlines()[1:]
+        lines = own_log.read_text(errors="replace").rpartition("--- attempt ")[2].splitlines()[1:]
         print("".join(f"    {line}\n" for line in lines[-20:]), end="", flush=True)
 
     def preflight(self) -> None:
-        """End the start if a node is bad."""
+        """End the attempt if a node is bad."""
         known = len(self.bad_nodes())
         words = ["-m", "cluster.preflight", str(self.directory), "--nodes", ",".join(self.nodes)]
         words += [f"--read={path}" for path in self.answer["reads"]]
@@ -361,10 +361,10 @@ class Job:
 
     def run_ranks(self, words: list[str], *, with_preflight: bool) -> int:
         """Return the exit code of the ranks, after the pre-flight."""
-        self.give_up_if_idle()  # earlier starts may have ended without a record
-        before = self.starts()
+        self.give_up_if_idle()  # earlier attempts may have ended without a record
+        before = self.attempts()
         if before and before[-1]["how"] == "lost":
-            self.log("the previous start has recorded no end: its node may be lost")
+            self.log("the previous attempt has recorded no end: its node may be lost")
         self.begin_start()
         commit = (self.at.snapshot / "COMMIT").read_text().strip()
         ranks = f"{self.num_nodes} x {self.ranks} ranks on {self.at.nodelist}"
@@ -372,7 +372,7 @@ class Job:
         code_in = (
             f"code in {os.path.relpath(self.at.snapshot)} ({commit}), logs in {self.directory}"
         )
-        self.log(f"start {self.at.restarts + 1}: {ranks}, {address}, {code_in}")
+        self.log(f"attempt {self.at.restarts + 1}: {ranks}, {address}, {code_in}")
         if with_preflight and os.environ.get("PREFLIGHT", "1") != "0":
             self.preflight()
         if self.stopped:
@@ -388,9 +388,9 @@ class Job:
         with suppress(OSError, ValueError):
             first = self.directory / f"ends/rank.{self.at.restarts}/0"
             if json.loads(first.read_text())["code"] == BUSY:
-                self.log(f"{place} is held by another start (see above), which is no failure")
+                self.log(f"{place} is held by another attempt (see above), which is no failure")
                 raise self.start_again("busy")
-        if code == BAD_INPUT and not has_trained(self.starts()[:-1]):
+        if code == BAD_INPUT and not has_trained(self.attempts()[:-1]):
             self.end_start("refused")
             return BAD_INPUT
         # the exit of ranks that received a signal from anyone
@@ -399,13 +399,13 @@ class Job:
         self.log(f"{place} is not finished: {why}srun ended with {code}")
         raise self.start_again("stopped" if self.stopped else "failed")
 
-    # ---- starts
+    # ---- attempts
 
-    def starts(self) -> list[dict[str, Any]]:
-        return read_starts(self.directory / "starts.jsonl")
+    def attempts(self) -> list[dict[str, Any]]:
+        return read_attempts(self.directory / "attempts.jsonl")
 
     def mark(self) -> str:
-        """Return a checksum that changes if a start makes progress."""
+        """Return a checksum that changes if an attempt makes progress."""
         if not self.answer:
             return UNKNOWN
         if self.answer["work"]:  # of a build
@@ -421,9 +421,9 @@ class Job:
     def record(self, **values: object) -> None:
         line = {"restart": self.at.restarts, "mark": self.mark(), "time": time.strftime("%FT%T")}
         try:
-            append_start(self.directory / "starts.jsonl", line | values)
+            append_attempt(self.directory / "attempts.jsonl", line | values)
         except OSError as error:  # a job that cannot write must not start for ever
-            problem = f"cannot write {self.directory}/starts.jsonl ({error.strerror})"
+            problem = f"cannot write {self.directory}/attempts.jsonl ({error.strerror})"
             raise End(f"{problem}; not started again") from None
 
     def begin_start(self) -> None:
@@ -431,26 +431,26 @@ class Job:
         self.record(event="begin", nodes=self.at.nodelist)
 
     def end_start(self, how: str) -> None:
-        """Record the end, unless the next start has begun.
+        """Record the end, unless the next attempt has begun.
 
-        SLURM counts a start when it requeues the job, so a requeued start still records its end. A
-        start whose node was frozen may wake up after the next has begun.
+        SLURM counts an attempt when it requeues the job, so a requeued attempt records its end. An
+        attempt whose node was frozen may wake up after the next has begun.
         """
         newest = self.at.restarts
         with suppress(SlurmError):
             newest = int(about_job(self.at.label).get("Restarts", newest))
-        starts = self.starts()
-        if newest <= self.at.restarts or (starts and starts[-1]["restart"] == self.at.restarts):
+        attempts = self.attempts()
+        if newest <= self.at.restarts or (attempts and attempts[-1]["restart"] == self.at.restarts):
             self.record(event="end", how=how, seconds=round(time.monotonic() - self.began_s))
         if newest > self.at.restarts:
             number = self.at.restarts + 1
             raise End(
-                f"SLURM has taken the job back; this was start {number}, the next is start"
+                f"SLURM has requeued the job; this was attempt {number}, the next is attempt"
                 f" {newest + 1}"
             )
 
     def give_up_if_idle(self) -> None:
-        if reason := give_up_reason(self.starts(), mark=self.mark(), limit=self.at.idle_limit):
+        if reason := give_up_reason(self.attempts(), mark=self.mark(), limit=self.at.idle_limit):
             raise End(f"{reason}. See {self.directory}")
 
     def why_stopped(self) -> str:
@@ -463,9 +463,9 @@ class Job:
         return "its ranks received a signal"
 
     def start_again(self, how: str) -> End:
-        """Requeue the job and return the end of this start, or raise the reason why not."""
+        """Requeue the job and return the end of this attempt, or raise the reason why not."""
         if not self.has_begun:
-            # each start counts; otherwise an early failure would be repeated for ever
+            # each attempt counts; otherwise an early failure would be repeated for ever
             self.begin_start()
         self.end_start(how)
         label = self.at.label
@@ -475,7 +475,7 @@ class Job:
             is_alone = about.get("Requeue") == "0"  # SLURM does not requeue it either
             if state != "RUNNING" and not (is_alone and "preempted" in self.why_stopped()):
                 why = "the job was canceled or requeued, or a node failed"
-                raise End(f"SLURM is ending this start ({state}): {why}")
+                raise End(f"SLURM is ending this attempt ({state}): {why}")
             self.give_up_if_idle()
             bad = sorted({node for node, _ in self.bad_nodes()})
             if bad:
@@ -501,7 +501,7 @@ class Job:
         """Submit a successor if SLURM does not requeue this job.
 
         1. Submit the same script with the same options. It begins after this job.
-        2. Give it the starts of this job, which still count, and its places (jobs/JOB/writes).
+        2. Give it the attempts of this job, which still count, and its places (jobs/JOB/writes).
         3. Make jobs that wait for this one wait for it.
         4. End with 0: jobs that wait for a complete array wait for this task, too.
         """
@@ -521,7 +521,7 @@ class Job:
         directory = Path("jobs", successor)
         directory.mkdir(parents=True, exist_ok=True)
         Path("jobs", number).mkdir(exist_ok=True)
-        for name in ("starts.jsonl", "bad-nodes"):
+        for name in ("attempts.jsonl", "bad-nodes"):
             with suppress(FileNotFoundError):
                 shutil.copy(self.directory / name, directory)
         with suppress(FileNotFoundError):
@@ -552,15 +552,15 @@ class Job:
             raise End(f"not started again: {problem}; submit it again with fewer --nodes")
 
     def exclude(self, nodes: str) -> None:
-        """Exclude nodes from the next start. SLURM allows this only for a pending job. The job is
+        """Exclude nodes from the next attempt. SLURM allows this only for a pending job. The job is
         pending now, and this process may continue for KillWait."""
         for _ in range(20):
             with suppress(SlurmError):
                 slurm("scontrol", "update", f"JobId={self.at.label}", f"ExcNodeList={nodes}")
-                self.log(f"the next start avoids {nodes}")
+                self.log(f"the next attempt avoids {nodes}")
                 return
             time.sleep(0.2)
-        self.log(f"WARNING: {nodes} could not be excluded from the next start")
+        self.log(f"WARNING: {nodes} could not be excluded from the next attempt")
 
 
 PROGRESS = ("checkpoints/latest", "result.json")
@@ -614,7 +614,7 @@ def run_command(job: Job, words: list[str]) -> int:
 
 
 def draw(job: Job, words: list[str]) -> int:
-    """Draw a figure on this node. A killed start leaves no files."""
+    """Draw a figure on this node. A killed attempt leaves no files."""
     kept = f"--kept={job.at.snapshot}"
     return subprocess.run([*job.at.local_python, "-m", *words, kept], check=False).returncode
 
@@ -660,7 +660,7 @@ def prepare(job: Job, words: list[str]) -> int:
 
 
 def submit_merge(job: Job, words: list[str]) -> None:
-    """Submit the merge once, from the array's first task. If a start is killed between the two
+    """Submit the merge once, from the array's first task. If an attempt is killed between the two
     lines, there are two merges, which run one after the other."""
     noted = Path("jobs", job.at.array, "merge")
     if noted.exists():

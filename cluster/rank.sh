@@ -8,7 +8,7 @@ end() {
     exit "$1"
 }
 trap : USR2 TERM # they reach this shell and the rank, which handles them
-echo "--- start $((${SLURM_RESTART_COUNT:-0} + 1)): rank $SLURM_PROCID on $node, $(date -Is)"
+echo "--- attempt $((${SLURM_RESTART_COUNT:-0} + 1)): rank $SLURM_PROCID on $node, $(date -Is)"
 if [ -n "$cache" ]; then
     (umask 077 && mkdir -p "$cache") || { echo "$cache cannot be made on $node, for compiled kernels. Set NODE_SCRATCH" >&2; end 1; }
     if [ ! -O "$cache" ] || [ -h "$cache" ] || [ ! -w "$cache" ]; then

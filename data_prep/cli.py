@@ -5,19 +5,19 @@ import sys
 
 from data_prep.commands import add_verbs
 from data_prep.exit_codes import run_command
-from data_prep.explain import program
+from data_prep.explain import Parser, program
 from data_prep.interrupts import keep
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = program(
-        "data_prep",
-        description="Make WebDataset shards with an index and checksums from image archives.",
-        add_verbs=add_verbs,
-    )
-    options = parser.parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         # as stderr: a file name that the terminal cannot show ends no command
         sys.stdout.reconfigure(errors="backslashreplace")
     keep(options.after_a_stop)
     return run_command("data_prep", options)
+
+
+def make_parser() -> Parser:
+    about = "Make WebDataset shards with an index and checksums from image archives."
+    return program("data_prep", description=about, add_verbs=add_verbs)

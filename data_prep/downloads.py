@@ -142,7 +142,7 @@ class _File:
             except UserError as error:
                 failure = error
         if isinstance(failure, RemoteError):
-            problem = failure.problem + ("" if mirror else "; this address is untried")
+            problem = failure.problem + ("" if mirror else "; this address was never tested")
             failure = self._error(failure.field, problem, code="unreachable")
         raise failure
 

@@ -124,12 +124,14 @@ class Parser(argparse.ArgumentParser):
             fix = nearest(word, self.commands)
             if re.search(r"[./=]", word):
                 fix = f"write the command first, such as {self.prog} {next(iter(self.commands))}"
-            self._fail("VERB", f"{word!r} is not a command", fix, code="unknown-name")
+            self._fail("COMMAND", f"{word!r} is not a command", fix, code="unknown-name")
 
     def error(self, message: str) -> NoReturn:
         """Fail because a required argument is missing. argparse raises its other errors
         elsewhere."""
         fix = f"write {self._shortest_line()}; {self.prog} --help explains it"
+        if self.commands:
+            message, fix = "a command is missing", f"choose one of {', '.join(self.commands)}"
         self._fail("arguments", message, fix, code="missing-value")
 
     def _fail(self, field: str, problem: str, fix: str, *, code: Code) -> NoReturn:
@@ -148,7 +150,7 @@ class Verbs:
     """Commands of a program; its modules add theirs."""
 
     def __init__(self, parser: Parser):
-        self._subparsers = parser.add_subparsers(required=True, metavar="VERB")
+        self._subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
         self.choices = parser.commands
 
     def add_parser(self, name: str, *, help: str, **facts: Any) -> Parser:
@@ -174,7 +176,7 @@ def program(name: str, *, description: str, add_verbs: Callable[[Verbs], None]) 
         epilog=f"{name} explain {next(iter(known))}",
     )
     explain.add_argument(
-        "verb", type=one_of(known), metavar="VERB", help=f"one of {', '.join(known)}"
+        "verb", type=one_of(known), metavar="COMMAND", help=f"one of {', '.join(known)}"
     )
     explain.add_argument(
         "key",
@@ -195,7 +197,7 @@ def program(name: str, *, description: str, add_verbs: Callable[[Verbs], None]) 
             epilog=example.replace(name, f"{name} show", 1),
         )
         listed = f"one of {', '.join(shown)}"
-        show.add_argument("verb", type=one_of(shown), metavar="VERB", help=listed)
+        show.add_argument("verb", type=one_of(shown), metavar="COMMAND", help=listed)
         about = "arguments of the command: config, key=value, options"
         show.add_argument("words", nargs=argparse.REMAINDER, metavar="ARGUMENT", help=about)
         show.set_defaults(run=partial(_show, shown), after_a_stop="nothing was changed")

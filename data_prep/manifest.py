@@ -30,7 +30,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from data_prep.clients import KINDS, SCHEMES
 from data_prep.errors import Code, UserError
@@ -120,7 +120,7 @@ class Split(Settings):
         return sum(shard.num_samples for shard in self.shards)
 
     @property
-    def num_unlabelled(self) -> int:
+    def num_unlabeled(self) -> int:
         return self.num_samples - sum(self.class_counts)
 
     @property
@@ -218,10 +218,10 @@ class Manifest(Settings):
                 hashes |= {shard.file: shard.sha256} if with_tars else {}
         return hashes
 
-    def labelled_split(self, name: str, *, directory: Path | str = "dataset") -> Split:
+    def labeled_split(self, name: str, *, directory: Path | str = "dataset") -> Split:
         split = self.split(name, directory=directory)
-        if split.num_unlabelled:
-            counts = f"{split.num_unlabelled:,} of {split.num_samples:,}"
+        if split.num_unlabeled:
+            counts = f"{split.num_unlabeled:,} of {split.num_samples:,}"
             problem = f"{counts} samples of split {name!r} have no label"
             fix = "choose a split with labels"
             raise DatasetError(str(directory), problem, fix, code="mismatch")
@@ -258,7 +258,13 @@ def parse_manifest(data: bytes, path: Path | str) -> Manifest:
         if version == SCHEMA_VERSION:
             return Manifest.model_validate_json(json.dumps(unsealed(tree)))
     except (ValueError, AttributeError, RecursionError) as error:
-        problem = f"it is damaged, or no manifest ({str(error).splitlines()[0]})"
+        why = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            why = (
+                f"{'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}"
+            )
+        problem = f"it is damaged, or no manifest ({why})"
         fix = "copy it again from an intact copy, or rebuild the dataset"
         raise DatasetError(str(path), problem, fix, code="damaged") from None
     problem = f"it has schema version {version!r}, but this tool reads {SCHEMA_VERSION}"
@@ -370,7 +376,9 @@ def _array(
             raise ValueError(CHANGED)
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
         if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
-            raise ValueError(f"its shape is {array.shape}, not {shape}")
+            raise ValueError(
+                f"it has shape {array.shape} and type {array.dtype}, not {shape} and {dtype}"
+            )
     return array
 
 

@@ -66,8 +66,8 @@ class ProgressLine:
             self.log_now()
 
     def log_now(self) -> None:
-        """Log a line now. On a terminal the bar shows the same."""
-        if self._enabled and self._display.disable:
+        """Log a line now, unless `close` will log it. On a terminal the bar shows the same."""
+        if self._enabled and self._display.disable and self.done < self.total:
             self._logged_s = time.monotonic()
             self._print(self.eta(self._task))
 

@@ -194,7 +194,7 @@ class Holder:
     since: str = field(default_factory=lambda: time.strftime("%F %T"))
 
     def __str__(self) -> str:
-        job = f", job {self.job}, start {self.restart + 1}" if self.job else ""
+        job = f", job {self.job}, attempt {self.restart + 1}" if self.job else ""
         return f"process {self.pid} on {self.node}{job}, since {self.since}"
 
 

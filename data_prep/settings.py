@@ -71,7 +71,7 @@ _SIGNS: tuple[tuple[set[str], str], ...] = (
     ({"splits"}, "data_prep index"),
     ({"model", "train"}, "pretrain train"),
     ({"pretrained", "train"}, "finetune tune"),
-    ({"pretrained", "neighbours"}, "finetune knn"),
+    ({"pretrained", "neighbors"}, "finetune knn"),
     ({"pretrained", "lrs"}, "finetune probe"),
     ({"pretrained", "out"}, "finetune export"),
     ({"pretrained"}, "finetune probe, finetune knn, finetune evaluate"),
@@ -143,6 +143,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         if "=" in str(path):
             fix = "write the config file before every key=value"
     except IsADirectoryError:
+        problem = "it is a directory"
+        if (path / "manifest.json").is_file():
+            fix = f"for a dataset, write a config first: pretrain recommend {path}"
         if (path / "config.yaml").is_file():
             fix = f"the config of this run is {path / 'config.yaml'}"
     except (OSError, UnicodeDecodeError) as error:

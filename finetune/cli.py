@@ -3,10 +3,8 @@
 --ranks N, accelerate, torchrun or srun start several ranks.
 """
 
-import argparse
-
 from data_prep.exit_codes import run_command
-from data_prep.explain import Verbs, program
+from data_prep.explain import Parser, Verbs, program
 from finetune.evaluate import command as judging
 from finetune.export import command as exporting
 from finetune.predict import command as predicting
@@ -18,10 +16,10 @@ from pretrain.ranks.world import rank_of
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return run_command("finetune", _parser().parse_args(arguments), rank=rank_of())
+    return run_command("finetune", make_parser().parse_args(arguments), rank=rank_of())
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     words = "Probe, fine-tune, evaluate, predict with and export pretrained checkpoints."
     return program("finetune", description=words, add_verbs=_add_verbs)
 

@@ -37,17 +37,17 @@ class ShortRunSettings(Settings):
 
 @dataclass(frozen=True)
 class Fed:
-    """The input of a frozen model."""
+    """Image size, normalization and other properties of a frozen model's input."""
 
     image_size: int
-    normalisation: tuple[tuple[float, float, float], tuple[float, float, float]]
+    normalization: tuple[tuple[float, float, float], tuple[float, float, float]]
     """Mean and standard deviation of each channel on the scale 0..1."""
     interpolation: Filter = "bilinear"
     """Default filter that resizes images."""
     eval_crop: float = 1.0
-    """Central fraction of the side that the model sees."""
+    """Fraction of the image side that the center crop keeps."""
     checkpoint: Checkpoint | None = None
-    """None if features are pixels."""
+    """Checkpoint of the model; None if the features are pixels."""
     pixels: PixelOrder = field(default_factory=PixelOrder)
     precision: str = "fp32"
 

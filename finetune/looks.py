@@ -19,8 +19,8 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from data_prep.images.lettering import families
 from data_prep.publish import write_atomic
 
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#555555")
-BLUE, RED, GREY = "#4477aa", "#cc6677", "#888888"
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#555555")
+BLUE, RED, GRAY = "#4477aa", "#cc6677", "#888888"
 COLUMN, PAGE = 3.3, 6.9
 """Width of a paper's column and of both columns, in inches."""
 DPI = 220
@@ -36,7 +36,7 @@ _LOOKS: dict[Any, Any] = {
     "xtick.labelsize": 7,
     "ytick.labelsize": 7,
     "axes.titlelocation": "left",
-    "axes.prop_cycle": cycler(color=COLOURS),
+    "axes.prop_cycle": cycler(color=COLORS),
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.linewidth": 0.6,
@@ -57,7 +57,7 @@ def looks(*names: str) -> AbstractContextManager[None]:
 
 
 def panels(count: int, *, height: float = 2.3, most: int = 3) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure with one panel in a column, or several across the page."""
+    """Return a figure and its panels: one panel at column width, several at page width."""
     columns = min(count, most)
     rows = -(-count // columns)
     figure = Figure(figsize=(COLUMN if columns == 1 else PAGE, rows * height))
@@ -68,7 +68,7 @@ def panels(count: int, *, height: float = 2.3, most: int = 3) -> tuple[Figure, S
 
 
 def format_power(value: float, *, decimals: int = 1) -> str:
-    """Return 0.25, 10¹², 2·10¹²."""
+    """Return a short text for the value, for example 0.25, 10¹² or 2·10¹²."""
     if value <= 0 or 0.001 <= value < 1000:
         return f"{value:.3g}"
     digits, exponent = f"{value:.{decimals}e}".split("e")
@@ -78,7 +78,8 @@ def format_power(value: float, *, decimals: int = 1) -> str:
 
 
 def set_log_ticks(axis: Axis, *, most: int = 10) -> None:
-    """Set ticks of a logarithmic axis, with labels without TeX. `most`: labels within tenfold."""
+    """Set ticks of a logarithmic axis, with labels without TeX. `most`: number of labels on an axis
+    that spans less than a factor of 10."""
     low, high = axis.get_view_interval()
     many = LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,))
     axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10]) if high < 10 * low else many)
@@ -87,7 +88,7 @@ def set_log_ticks(axis: Axis, *, most: int = 10) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure atomically, in the format of its ending."""
+    """Write the figure atomically, in the format of its file extension."""
     write_atomic(path, file_of(figure, path.suffix[1:]).getvalue())
 
 

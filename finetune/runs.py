@@ -28,7 +28,7 @@ from pretrain.record import RECORD, RunRecord, read_record
 from pretrain.tracking.tracker import readable_events
 
 Curve = tuple[list[int], list[float]]
-"""Steps, and the values of a metric."""
+"""Steps and values of a metric."""
 Task = Literal["pretrain", "probe", "knn", "tune", "scratch", "evaluate"]
 TASKS: dict[Task, str] = {
     "pretrain": "pretrained",
@@ -49,7 +49,7 @@ ACCURACIES = {
     "class_mean": CLASS_MEAN,
     "top1_std": TOP1_STD,
 }
-"""Names of accuracies in a result, after the last slash and without `test_`."""
+"""Names of accuracies in a result, without the part up to the last slash and without `test_`."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Run:
     record: RunRecord
     settings: Mapping[str, Any]
     result: Mapping[str, Any] = field(default_factory=dict)
-    """Empty while the run is unfinished."""
+    """Content of result.json; empty while the run is unfinished."""
     params: Mapping[str, str] = field(default_factory=dict)
     """Flattened settings ("train.duration": "50 epochs"), and parameters from the event log."""
     tags: Mapping[str, str] = field(default_factory=dict)
@@ -70,14 +70,14 @@ class Run:
 
     @property
     def task(self) -> Task:
-        """The recorded task; `scratch` for a tuning that began without weights."""
+        """Recorded task; `scratch` for a fine-tuning run without pretrained weights."""
         task = self.record.task
         assert task != "export"  # an export has no config.yaml
         return "scratch" if task == "tune" and not self.record.parents else task
 
     @property
     def is_group(self) -> bool:
-        """True if this run is the mean of repetitions, which are runs below it."""
+        """True if this run is the mean of repetitions, which are runs in its subdirectories."""
         return self.settings.get("seeds") is not None or bool(self.settings.get("folds"))
 
     @property
@@ -90,17 +90,17 @@ class Run:
 
     @property
     def split(self) -> str:
-        """The split of the accuracies."""
+        """Split on which the accuracies were measured."""
         names = (self.data.get(key) for key in ("eval_split", "test_split", "split"))
         return str(next(filter(None, names), NOT_STATED))
 
     @property
     def pretrained(self) -> Path | None:
-        """The run or folder of the weights."""
+        """Run or folder of the pretrained weights."""
         return Path(self.record.parents[0].run) if self.record.parents else None
 
     def path_of(self, path: str) -> Path:
-        """Resolve a path of the settings, relative to the directory of the command."""
+        """Resolve a path of the settings, relative to the directory in which the command ran."""
         run_dir, place = Path(self.settings.get("run_dir") or ""), self.directory.resolve()
         depth = len(run_dir.parts)
         if run_dir.is_absolute() or not depth or place.parts[-depth:] != run_dir.parts:
@@ -125,7 +125,8 @@ class Run:
 
     @property
     def largest_class(self) -> float | None:
-        """Accuracy of predicting the largest class; None if unknown, or if classes are equal."""
+        """Accuracy of predicting only the largest class; None if unknown, or if all classes have
+        the same size."""
         split = self.manifest.splits.get(self.split) if self.manifest else None
         return split.largest_class if split else None
 
@@ -141,7 +142,7 @@ class Run:
 
     @property
     def started_from(self) -> str:
-        """Description of the weights; "" if unknown."""
+        """Description of the pretrained weights; empty if unknown."""
         if self.pretrained is None:
             return "random weights" if self.task in ("pretrain", "scratch") else ""
         card = card_of(self.pretrained)
@@ -161,7 +162,7 @@ class Run:
         return None
 
     def length_at(self, step: int) -> str:
-        """Return the length of this training at a step: `2 epochs`, or `13 steps`."""
+        """Return the length of this training at a step, for example `2 epochs` or `13 steps`."""
         if step == self.result.get("step"):
             return self.params.get("train.duration", "")
         samples, epochs = (values for _, values in self.curves("train/samples", "train/epoch"))
@@ -178,7 +179,7 @@ class Run:
 
     @property
     def top1(self) -> float | None:
-        """The accuracy; for k-NN with the first k."""
+        """Top-1 accuracy; for k-NN with the first k."""
         return self.accuracies.get("top-1")
 
     @property
@@ -189,7 +190,7 @@ class Run:
 
     @property
     def top1_std(self) -> float | None:
-        """Standard deviation over repetitions."""
+        """Standard deviation of the accuracy over repetitions."""
         return self.accuracies.get(TOP1_STD)
 
     @property
@@ -216,7 +217,7 @@ class Run:
 
 
 class Result(NamedTuple):
-    """One accuracy of some weights."""
+    """One accuracy of a checkpoint or of a run that started from it."""
 
     task: Task
     dataset: str
@@ -225,14 +226,15 @@ class Result(NamedTuple):
     value: float
     run: str
     is_of_these_weights: bool
-    """False for weights that were trained from these, or of another step."""
+    """False if the accuracy is of fine-tuned weights or of another step."""
 
 
 def read_run(directory: Path) -> Run:
     """Read a run. Fail if it has no record, or if its settings cannot be read."""
     record, settings = read_record(directory), read_yaml(directory / CONFIG_FILE)
     if record is None:
-        raise UserError(str(directory / RECORD), "does not exist", code="missing-path")
+        fix = "give the directory of a run, or repeat the run"
+        raise UserError(str(directory / RECORD), "does not exist", fix, code="missing-path")
     start = next(iter(_events(directory, limit=1)), {})
     present = flatten(settings)
     params = present | start.get("params", {})
@@ -271,7 +273,7 @@ def runs_below(root: Path, *, deepest: int | None = None) -> list[Run]:
 
 
 def run_of(checkpoint: Path) -> Run | None:
-    """Return the run of RUN/checkpoints/step-N, RUN/NAME or RUN itself."""
+    """Return the run of a checkpoint (RUN/checkpoints/step-N), of RUN/NAME, or of RUN itself."""
     path = checkpoint.resolve()
     for place in (path, path.parent, path.parent.parent):
         if (place / CONFIG_FILE).is_file():
@@ -284,8 +286,8 @@ def run_of(checkpoint: Path) -> Run | None:
 def results_of(
     checkpoint: Path, run: Run | None, *, step: int, places: Sequence[Path]
 ) -> list[Result]:
-    """Return the results of these weights: of their training, then of runs in `places` that started
-    from them."""
+    """Return the accuracies of these weights: from their training, then from runs in `places` that
+    started from them."""
     found = []
     if run is not None:
         found = _results(run, is_of_these_weights=run.result.get("step", step) == step)
@@ -311,7 +313,7 @@ def _results(run: Run, *, is_of_these_weights: bool) -> list[Result]:
 
 
 def card_of(weights: Path) -> ModelCard | None:
-    """Return the metadata of a folder of weights, or of a run's newest checkpoint."""
+    """Return the checkpoint metadata of a folder of weights, or of a run's newest checkpoint."""
     try:
         return read_card((list_checkpoints(weights) or [weights])[-1])
     except CheckpointError:
@@ -319,7 +321,7 @@ def card_of(weights: Path) -> ModelCard | None:
 
 
 def _events(directory: Path, *, limit: int | None = None) -> list[dict[str, Any]]:
-    """Read the event log. A kill may have cut its last line."""
+    """Yield the events of the event log. The last line may be incomplete after a kill."""
     try:
         with open(directory / "tracking" / "journal.jsonl", "rb") as log:
             return readable_events([line for line in islice(log, limit) if line.endswith(b"\n")])

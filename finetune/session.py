@@ -1,7 +1,7 @@
 """A short run (probe, knn, evaluate): joined ranks, the frozen model, and the record in MLflow.
 
-A short run has no checkpoints: it ends, or it starts again. A signal makes its status KILLED. Only
-this file and the engine of `finetune tune` import accelerate.
+A short run has no checkpoints, so an interrupted run starts again. A signal sets its status to
+KILLED. Only this file and the engine of `finetune tune` import accelerate.
 """
 
 import datetime
@@ -23,7 +23,7 @@ from data_prep.manifest import Manifest
 from data_prep.publish import hash_of_json
 from data_prep.settings import flatten
 from finetune.config import ChannelStats, Fed, ShortRunSettings
-from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalization
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
 from pretrain.checkpoints.run import CONFIG_FILE, claim
@@ -54,10 +54,8 @@ def session(
     task: str,
     facts: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[torch.device, Tracker]]:
-    """Enter a run on all ranks. A rank that is gone, stuck or fails ends the others.
-
-    All ranks must have the same weights, and the same `facts` if there are any (see `claim`).
-    """
+    """Enter a run on all ranks. If a rank exits, hangs or fails, the other ranks end. All ranks
+    must have the same weights, and the same `facts` if there are any (see `claim`)."""
     device = start_accelerator(world, timeout_s=settings.ranks.timeout_s).device
     identity = hash_of_json(facts) if facts else checkpoint.sha256 if checkpoint else "0"
     run_dir = Path(cast(Any, settings).run_dir)
@@ -83,7 +81,7 @@ def session(
 def start_accelerator(
     world: World, *, precision: str = "fp32", timeout_s: float = 600.0
 ) -> Accelerator:
-    """Join the ranks. Ranks without a GPU would not join without `cpu=True`."""
+    """Join the ranks. Ranks without a GPU need `cpu=True` to join."""
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if precision == "bf16" else "no",
@@ -104,9 +102,10 @@ def start_accelerator(
 
 
 class PatientGroup:
-    """All ranks, for waits without a timeout on other ranks' work. The heartbeat finds lost ranks.
+    """Process group of all ranks without a timeout, for long waits on the work of other ranks.
 
-    All ranks create it together, before the work. It uses only host memory.
+    The heartbeat finds lost ranks. All ranks create the group together, before the work. It uses
+    only host memory.
     """
 
     def __init__(self) -> None:
@@ -126,7 +125,7 @@ class PatientGroup:
         return bool(self.all_sum(torch.tensor(float(flag))) > 0)
 
     def gather(self, own: Any) -> list[Any] | None:
-        """Return the objects of all ranks in their order, on the first rank."""
+        """Return the objects of all ranks, in rank order, on the first rank."""
         if self._group is None:
             return [own]
         found = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -140,7 +139,7 @@ class Backbone(Fed):
     """A frozen model that computes features."""
 
     extract: Callable[[Tensor], Tensor]
-    """Normalized (B, 3, H, W) to (B, features)."""
+    """Function from normalized images (B, 3, H, W) to features (B, features)."""
     model: ImageModel | None = None
 
     def augmentation(
@@ -150,7 +149,7 @@ class Backbone(Fed):
             (settings or AugmentSettings()).fed_as(self.interpolation, self.eval_crop),
             seed=seed,
             image_size=self.image_size,
-            normalisation=Normalisation(*self.normalisation),
+            normalization=Normalization(*self.normalization),
             device=device,
             dtype=torch.float32,
             pixels=self.pixels,
@@ -195,10 +194,10 @@ def recorded(
     stop: StopFlag | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Iterator[Tracker]:
-    """Hold the run directory and record the run as a child of the run of the weights.
+    """Lock the run directory, and record the run as a child of the run that trained the weights.
 
-    All ranks enter; only the first one's tracker records. `used`: splits of one dataset and their
-    uses; `tags` have the task.
+    All ranks enter; only the first rank records. `used`: splits of one dataset and their uses;
+    `tags` contain the task.
     """
     if not world.is_first:
         yield Tracker(None, params={}, tags={})

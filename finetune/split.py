@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def check_split(manifest: Manifest, split: str, *, directory: Path | str) -> None:
     """Fail if the split does not exist, has no labels, or is empty."""
-    if not manifest.labelled_split(split, directory=directory).num_samples:
+    if not manifest.labeled_split(split, directory=directory).num_samples:
         problem = f"split {split!r} is empty"
         raise DatasetError(f"{directory}", problem, "choose another split", code="empty")
 
@@ -44,7 +44,7 @@ def check_apart(
     holdout: str | None = None,
     test_field: str = "data.test_split",
 ) -> None:
-    """Fail if splits for training, choice and test share a sample."""
+    """Fail if two of the splits for training, choice and test have common samples."""
     pairs = [(test_field, test, train)]
     if holdout is not None:
         pairs += [("holdout_split", holdout, test), ("holdout_split", holdout, train)]
@@ -60,7 +60,7 @@ def check_apart(
 def _shared_samples(
     directory: Path | str, manifest: Manifest, one: str, other: str
 ) -> tuple[int, str]:
-    """Return the number of samples of `one` that are in `other`, and the first tar with one."""
+    """Return the number of common samples of both splits, and the first tar with one of them."""
     num_shared, first = 0, ""
     others: dict[str, list[Shard]] = {}
     for shard in manifest.splits[other].shards:
@@ -74,7 +74,8 @@ def _shared_samples(
 
 
 def class_numbers(card: ModelCard, manifest: Manifest, *, dataset: str | Path) -> tuple[int, ...]:
-    """Return the checkpoint's number of each class of the dataset. It may have more classes."""
+    """Return the checkpoint's class number for each class of the dataset. The checkpoint may have
+    more classes."""
     number_of = {name: number for number, name in enumerate(card.classes)}
     missing = [name for name in manifest.classes if name not in number_of]
     if missing:
@@ -94,10 +95,10 @@ def batches_of(
     world: World,
     device: "torch.device",
 ) -> Iterator["Batch"]:
-    """Return this rank's batches of one pass: every image once over all ranks, in order.
+    """Yield this rank's batches of one pass in order. Together, the ranks read every image once.
 
     `mask_B` is False for padding and for images that do not decode (`num_bad`). Images and labels
-    are on the device. `title`: of the progress line; None shows none.
+    are on the device. `title`: title of the progress line; None shows no line.
     """
     from pretrain.augment.feed import on_device
     from pretrain.data.loader import evaluation_batches
@@ -121,9 +122,11 @@ def batches_of(
 
 
 def view_of(batch: "Batch", view: int | None, augmentation: "Augmentation") -> "Tensor":
-    """Return plain images for None, otherwise the images of training in epoch `view`.
+    """Return plain images if `view` is None, otherwise the augmented images of training epoch
+    `view`.
 
-    A view is a function of (settings and seed of the augmentation, view, sample).
+    A view depends only on the settings and seed of the augmentation, the number of the view and the
+    sample.
     """
     if view is None:
         return augmentation.plain(batch).images_BCHW

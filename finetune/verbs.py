@@ -31,13 +31,13 @@ def add_common(
 
 
 def split_config(words: list[str]) -> tuple[str | None, list[str]]:
-    """Return (CONFIG, other words). The first word is a config if it is a YAML file."""
+    """Split words into (CONFIG, other words). The first word is a config if it is a YAML file."""
     is_config = bool(words) and "=" not in words[0] and words[0].endswith((".yaml", ".yml"))
     return (words[0], words[1:]) if is_config else (None, words)
 
 
 def check_config(config: str, *, command: str) -> None:
-    """Fail if CONFIG is weights. `command`: the command without weights."""
+    """Fail if CONFIG is a folder or hub repository of weights. The message suggests `command`."""
     if Path(config).is_dir() or is_on_hub(config):
         fix = f"write {command} pretrained={config}"
         raise SettingsError("config", f"{config} is not a config file", fix, code="wrong-command")
@@ -59,12 +59,12 @@ def launch_ranks(
 
 
 def finished_before(run_dir: Path, pretrained: str | None, world: World) -> bool:
-    """True if the run has finished with the weights that are there now."""
+    """True if the run has finished with the present weights."""
     if finished_result(run_dir) is None:
         return False
     check_source(run_dir, pretrained)
     if world.is_first:
-        print(f"{run_dir}: finished before; choose another run_dir to repeat it")
+        print(f"{run_dir}: the run finished before; choose another run_dir to repeat it")
     return True
 
 
@@ -75,7 +75,8 @@ def warn_once(warning: str | None, world: World) -> None:
 
 
 def end_on_signals(kept: str) -> None:
-    """Let SIGTERM and SIGUSR2 raise KeyboardInterrupt, as Ctrl-C does. `kept`: the message."""
+    """Let SIGTERM and SIGUSR2 raise KeyboardInterrupt, as Ctrl-C does. `kept`: text about what is
+    saved, for the message."""
     keep(f"{kept}; the same command starts again")
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.default_int_handler)

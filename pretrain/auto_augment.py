@@ -22,7 +22,7 @@ from data_prep.errors import SettingsError
 from data_prep.settings import nearest
 
 FULL_MAGNITUDE = 10.0
-"""Magnitudes are tenths of an operation's full strength."""
+"""Magnitude at which an operation has its full strength."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,14 @@ class Policy:
 
     steps: tuple[PolicyStep, ...]
     num_layers: int
-    """Operations per image."""
+    """Number of operations per image."""
     chained: bool = False
-    """True if one chain of `num_layers` steps is chosen. False if every layer chooses a step."""
+    """True: draw one chain of `num_layers` consecutive steps. False: draw each operation
+    separately."""
     weights: tuple[float, ...] | None = None
-    """Weights of the steps, without repetition in an image; None: uniform and independent."""
+    """Weights for drawing steps without repetition in an image; None: uniform, with repetition."""
     magnitude_std: float = 0.0
-    """Spread of the magnitude; inf: uniform from 0 to the magnitude."""
+    """Standard deviation of the magnitude; inf: uniform from 0 to the magnitude."""
     magnitude_max: float = FULL_MAGNITUDE
     nearest: bool = False
     """True if geometric operations use the nearest pixel."""
@@ -112,7 +113,7 @@ def _rand_augment(text: str, given: dict[str, str]) -> Policy:
 
 
 def _sections(text: str, sections: list[str], *, known: tuple[str, ...]) -> dict[str, str]:
-    """Return the value of each key."""
+    """Return the value of each section by its key (m, n, p, ...)."""
     given: dict[str, str] = {}
     for section in sections:
         match = re.fullmatch(r"t([a-z0-9]+)|([a-z]+)(\d+(?:\.\d+)?)", section)
@@ -217,5 +218,5 @@ _SEARCHED = {
     "v0": _V0,
     "v0r": _V0.replace("Posterize", "PosterizeIncreasing"),
 }
-"""AutoAugment of Ekin D. Cubuk et al.: 25 chains of two operations with probability and magnitude,
-as timm reads them."""
+"""AutoAugment by Ekin D. Cubuk et al., as in timm: 25 chains of two operations, each with
+probability and magnitude."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from data_prep.errors import SettingsError, UserError
 from data_prep.exit_codes import OK, run_command
-from data_prep.explain import Verbs, at_least, program
+from data_prep.explain import Parser, Verbs, at_least, program
 from data_prep.interrupts import INTERRUPTED
 from data_prep.progress import doing
 from data_prep.settings import differences, dump, load_settings, near_path
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return run_command("pretrain", _parser().parse_args(arguments), rank=rank_of())
+    return run_command("pretrain", make_parser().parse_args(arguments), rank=rank_of())
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     parser = program(
         "pretrain",
         description="Pretrain all-MLP vision models with DeepSpeed ZeRO.",
@@ -195,7 +195,7 @@ def _add_estimate(verb: argparse.ArgumentParser) -> None:
 
 
 def world_of(options: argparse.Namespace) -> World:
-    """Return the world of the first rank that --ranks starts, otherwise of this process."""
+    """Return the world of the first rank that --ranks starts; without --ranks, of this process."""
     count = options.ranks
     return World(0, 0, num_ranks=count, num_local_ranks=count) if count else read_world()
 
@@ -259,8 +259,8 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> Checkpoint | None:
-    """Return the checkpoint that a run begins with; None if the run has its own checkpoint, or no
-    source."""
+    """Return the checkpoint from which the run begins; None if the run has its own checkpoint, or
+    no source."""
     source = settings.start_from
     if source is None or list_checkpoints(Path(settings.run_dir)):
         return None
@@ -338,8 +338,8 @@ def _preview(options: argparse.Namespace) -> int:
 
 
 def console() -> "Console":
-    """Return a console of the terminal's width, but wide enough for all columns of a table (lines
-    then wrap)."""
+    """Return a console as wide as the terminal, or wide enough for all columns of a table. Its
+    lines then wrap."""
     from rich.console import Console
 
     return Console(width=max(shutil.get_terminal_size((120, 24)).columns, 100), highlight=False)
@@ -437,8 +437,8 @@ def _estimate(options: argparse.Namespace) -> int:
             global_batch_size=plan.global_batch_size, num_samples=samples
         )
         console().print(
-            f"at least {in_hours(plan.gpu_hours(num_steps))} GPU-hours: {num_steps:,} steps of"
-            f" only compute, at {options.teraflops:g} TFLOP/s a GPU"
+            f"at least {in_hours(plan.gpu_hours(num_steps))} GPU-hours for {num_steps:,} steps, if"
+            f" GPUs only compute, at {options.teraflops:g} TFLOP/s each"
         )
     return OK
 
@@ -446,13 +446,15 @@ def _estimate(options: argparse.Namespace) -> int:
 def _sync(options: argparse.Namespace) -> int:
     if not (options.run_dir / "tracking" / "identity.json").exists():
         problem = "the directory is not a run with an event log"
-        raise UserError(str(options.run_dir), problem, "Give runs/NAME", code="wrong-command")
+        raise UserError(
+            str(options.run_dir), problem, "Give the directory of a run", code="wrong-command"
+        )
     if options.to != "mlflow":
         check_installed(options.to)
         from pretrain.tracking.delivery import write_sinks
 
         count = write_sinks(options.run_dir, options.to)
-        print(f"{options.run_dir / 'tracking' / options.to}: {count:,} events of the log")
+        print(f"{options.run_dir / 'tracking' / options.to}: {count:,} events written")
         return OK
     with doing("loading MLflow"):
         from pretrain.tracking.delivery import sync
@@ -469,7 +471,9 @@ def _ui(options: argparse.Namespace) -> int:
         port = options.port or free_port(options.host)
     except OSError as error:
         problem = f"{options.host} is not a name of this machine ({error.strerror})"
-        raise UserError("--host", problem, "See hostname -f", code="bad-value") from None
+        raise UserError(
+            "--host", problem, "Use the name that `hostname -f` prints", code="bad-value"
+        ) from None
     with doing("loading MLflow"):
         from pretrain.tracking.server import serve
 

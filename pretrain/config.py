@@ -46,7 +46,7 @@ class Length(NamedTuple):
     unit: Unit
 
     def steps(self, *, global_batch_size: int, num_samples: int) -> int:
-        """Return enough steps for the complete length; the last step may exceed it."""
+        """Return the smallest number of steps that covers the length."""
         if self.unit == "steps":
             return int(self.amount)
         return -int(
@@ -90,12 +90,12 @@ _WINDOW = re.compile(r"steps (\d[\d_]*)-(\d[\d_]*)")
 
 
 def parse_window(text: str) -> range:
-    """Return the steps of a window. Steps count from 1."""
+    """Return the steps of a window such as 'steps 20-25'. The first step is 1."""
     form = _WINDOW.fullmatch(text)
     steps = range(int(form[1]), int(form[2]) + 1) if form else range(0)
     if not steps or not steps[0]:
         fix = "Write 'steps FIRST-LAST', for example 'steps 20-25'; the first step is 1"
-        raise SettingsError("", f"{text!r} is not a window", fix, code="bad-value")
+        raise SettingsError("", f"{text!r} is not a range of steps", fix, code="bad-value")
     return steps
 
 
@@ -106,7 +106,7 @@ def _kept_out(remedy: str) -> AfterValidator:
 
 _ELSEWHERE = "set it in data.storage (params={NAME: VALUE} of http), or in a list as a variable"
 Address = Annotated[str, _kept_out(_ELSEWHERE), PlainSerializer(recorded, return_type=str)]
-"""Address of a dataset. Stored settings never contain a command."""
+"""Address of a dataset. The commands in it are never stored."""
 _OF_REMOTE = (
     "set credentials in checkpoint.remote_storage, or in the configuration of the bucket's tools"
 )
@@ -120,32 +120,34 @@ class MixedDataset(Settings):
     """An additional dataset to train on."""
 
     dataset: Address = Field(examples=["data/more"])
-    """Directory or URL of a dataset that `data_prep build` or `index` has finished."""
+    """Directory or URL of a dataset that `data_prep build` or `data_prep index` made."""
     split: str = "train"
     """Training split of this dataset."""
     weight: float | None = Field(None, ge=1e-6, le=1000, examples=[0.5])
-    """Weight of the samples from this dataset, relative to the weights of the other datasets."""
+    """Frequency of samples from this dataset, relative to the weights of the other datasets."""
 
 
 class ReadingSettings(Settings):
-    """Dataset to read, and cache for remote shards: the first settings of every section `data`."""
+    """Dataset to read, and cache for remote shards. Every section `data` begins with these
+    settings."""
 
     dataset: Address = Field(examples=["data/mine"])
-    """Directory or URL of a dataset that `data_prep build` or `index` has finished, for example
+    """Directory or URL of a dataset that `data_prep build` or `data_prep index` made, for example
     data/mine or gs://bucket/mine."""
     cache_dir: str | None = Field(None, examples=["/scratch/shards"])
-    """Directory for copies of remote shards, shared by the ranks and jobs of a node (default: in
-    the system's temporary directory). It also holds the index of a remote dataset (default:
-    ~/.cache/wide-mlps)."""
+    """Directory for copies of remote shards, shared by all ranks and jobs of a node (default: in
+    the system's temporary directory). The directory also holds the index of a remote dataset
+    (default: ~/.cache/wide-mlps)."""
     cache_gb: float = Field(50, gt=0)
     """Size limit of the shard cache in GB. The least recently used shards are removed."""
     storage: dict[str, Any] = Field(default_factory=dict, exclude=True, examples=[{"anon": True}])
-    """Options for fsspec, for example {anon: true} or {endpoint_url: ...} for s3. They may be
+    """Options for fsspec, for example {anon: true}, or {endpoint_url: ...} for s3. They may contain
     secrets and are never stored."""
 
     @property
     def directory(self) -> Path:
-        """Directory of the dataset. For a URL, its index is copied now (local_copy.py)."""
+        """Local directory of the dataset. The index of a URL is copied to it now
+        (local_copy.py)."""
         return self.directory_of(self.dataset)
 
     def directory_of(self, dataset: str) -> Path:
@@ -153,15 +155,15 @@ class ReadingSettings(Settings):
 
 
 class PixelOrder(Settings):
-    """Order of the pixels, in a training and in its checkpoint metadata."""
+    """Order of the pixels, in training and in checkpoint metadata."""
 
     example_with: ClassVar = {"permute": "{}pixel_permutation=0"}
     pixel_permutation: int | None = Field(None, ge=0, examples=[0])
-    """Seed of one random order of the pixels, used in training and in every later use of the
-    weights. An MLP's task stays the same; a Mixer's task does not."""
+    """Seed of one random order of all pixels, used in training and in every later use of the
+    weights. An MLP's task stays the same; a Mixer's patches become random sets of pixels."""
     permute: Literal["after", "before"] = "after"
     """Time of the permutation. after: permute augmented images. before: augment permuted images, so
-    neighbors in crops and flips are unrelated."""
+    that crops and flips act on unrelated neighbors."""
 
     @model_validator(mode="after")
     def _order_exists(self) -> Self:
@@ -185,7 +187,7 @@ def _stream_without(setting: str) -> str:
 
 
 class StreamSettings(Settings):
-    """Stock WebDataset shards, read in order through the package webdataset."""
+    """Settings of a stream: WebDataset shards, read in order through the package webdataset."""
 
     example_with: ClassVar = {
         name: _stream_without(name) for name in (*_OF_A_STREAM, *_ALSO_OF_A_STREAM)
@@ -193,72 +195,76 @@ class StreamSettings(Settings):
     stream: bool = False
     """Train on WebDataset shards without an index. `dataset` is then a list in webdataset's syntax:
     paths, URLs and `pipe:` commands (run by a shell), with {000..146} and `::`. A stream has no
-    exact resume and no global shuffle. Stored configs have only a command's program and hash, so
-    write the command again to resume."""
+    exact resume and no global shuffle. Configs store only the program and a hash of a command, so
+    repeat the command to resume."""
     num_classes: int | None = Field(None, ge=2, le=1 << 20, examples=[1000])
-    """Number of classes of a stream. Its labels are smaller numbers, from 0."""
+    """Number of classes of a stream. Labels are numbers from 0 to num_classes - 1."""
     samples_per_epoch: int | None = Field(None, ge=1, examples=[1281167])
-    """Number of samples that count as an epoch of a stream. A stream starts over when its shards
-    end."""
+    """Number of samples that count as one epoch of a stream. After the last shard, a stream begins
+    again."""
     channel_mean: tuple[float, float, float] | None = Field(None, examples=[[0.485, 0.456, 0.406]])
-    """Channel means of a stream on the scale 0..1 (default: ImageNet's)."""
+    """Mean of each color channel of a stream, on the scale 0..1 (default: ImageNet's)."""
     channel_std: tuple[float, float, float] | None = Field(None, examples=[[0.229, 0.224, 0.225]])
-    """Channel standard deviations of a stream on the scale 0..1 (default: ImageNet's)."""
+    """Standard deviation of each color channel of a stream, on the scale 0..1 (default:
+    ImageNet's)."""
     label: str = Field(
         "cls", pattern=r"^(cls|txt|json:[^.]+(\.[^.]+)*)$", examples=["json:meta.label"]
     )
-    """Label member of a stream. cls: the number in KEY.cls. txt: KEY.txt. json:FIELD.SUBFIELD:
-    KEY.json. If `eval_dataset` is set, a class name is valid, too."""
+    """Member of each sample that holds the label (streams only). cls: a number in KEY.cls. txt: a
+    number in KEY.txt. json:FIELD.SUBFIELD: this field of KEY.json. If `eval_dataset` is set, labels
+    can also be names of its classes."""
     image_member: str | None = Field(None, examples=["rgb.png"])
-    """Extension of the image in a stream, if a sample has several images."""
+    """Extension of the image in each sample of a stream, needed if samples have several images."""
     shuffle_buffer: int = Field(1000, ge=0)
-    """Size of a stream's shuffle buffer on each rank, in undecoded samples. data.shuffle=none keeps
-    the stream's order."""
+    """Number of undecoded samples in a stream's shuffle buffer, on each rank. data.shuffle=none
+    keeps the stream's order."""
     eval_dataset: Address | None = Field(None, examples=["data/theirs"])
-    """Indexed dataset with `eval_split`, because evaluations cannot use a stream."""
+    """Indexed dataset that has the `eval_split`. Evaluations cannot use a stream."""
 
 
 class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
     example_with: ClassVar = {"weight": "{}extra_datasets='[{dataset: data/more, weight: 1}]'"}
     train_split: str = "train"
-    """Training split."""
+    """Split to train on."""
     eval_split: str | None = "val"
-    """Split for evaluations during training; null for none."""
+    """Split for evaluations during training. null: no evaluations."""
     fold: int | None = Field(None, ge=0, examples=[0])
-    """Train on one fold of a split that has folds (STL-10's `train` has ten of 1,000 images)."""
+    """Number of the only fold to train on, for a split with folds (STL-10's `train` has ten of
+    1,000 images)."""
     extra_datasets: tuple[MixedDataset, ...] = Field((), examples=[[{"dataset": "data/more"}]])
-    """More datasets to train on. Evaluations use only `dataset`."""
+    """Additional datasets to train on. Evaluations use only `dataset`."""
     weight: float | None = Field(None, ge=1e-6, le=1000, examples=[2.0])
-    """Weight of the samples from `dataset`, relative to the weights in `extra_datasets`. Default:
+    """Frequency of samples from `dataset`, relative to the weights in `extra_datasets`. Default:
     all samples are equally frequent."""
     shuffle: Shuffle = "full"
-    """Order of samples. full: shuffle the complete epoch. block: shuffle blocks of neighboring
-    samples, for slow disks. none: keep the stored order."""
+    """Order of the samples in an epoch. full: shuffle all samples. block: shuffle blocks of
+    neighboring samples, for slow disks. none: keep the stored order."""
     block_size: int = Field(1024, ge=1)
-    """Number of neighboring samples that block shuffle reads together."""
+    """Number of neighboring samples in a block, which is read together (shuffle=block only)."""
     window_blocks: int = Field(16, ge=1)
-    """Number of blocks that block shuffle mixes with each other."""
+    """Number of blocks whose samples are mixed with each other (shuffle=block only)."""
     canonical_streams: int = Field(1, ge=1)
-    """Number of ranges of shards, each with its own order. Every batch takes equal parts from all
-    ranges. Set it to the largest number of nodes, or a multiple: each node then reads only its own
-    ranges. The batches do not depend on the number of nodes. If a node's cache is smaller than its
-    ranges, add data.shuffle=block with the samples of a shard as block_size. 1: one order of all
-    samples."""
+    """Number of ranges into which the shards are divided, each with its own order. Every batch
+    takes equal parts from all ranges, so batches do not depend on the number of nodes. Choose the
+    largest number of nodes, or a multiple: each node then reads only its own ranges. If a node's
+    cache is smaller than its ranges, add data.shuffle=block with the samples of a shard as
+    block_size. 1: one order of all samples."""
     last_batch: LastBatch = "carry"
-    """Last batch of an epoch that is not a multiple of the batch size. carry: fill the batch from
+    """Rule for the last batch of an epoch if the samples do not fill it. carry: fill the batch from
     the next epoch. drop: skip the batch. pad: repeat samples of the epoch."""
     image_size: int | None = Field(None, ge=8, le=1024, examples=[64])
-    """Input size of the model in pixels (default: the dataset's)."""
+    """Input size of the model in pixels (default: the dataset's size)."""
     max_bad_fraction: float = Field(0.001, ge=0, le=1)
     """Largest fraction of an epoch's samples that may fail to decode before the run stops. Other
     samples replace them."""
     verify_hashes: Literal["on_first_read", "never"] = "on_first_read"
-    """Hash check of shards. on_first_read: hash each shard once per run, in the background, and
-    stop at the first shard that differs from its manifest. Checkpoints do not wait for the hashes.
-    never: do not hash shards that are read in place."""
+    """Check of the shards' hashes. on_first_read: hash each shard once per run, in the background,
+    and stop at the first shard that differs from its manifest. Checkpoints do not wait for this
+    check. never: do not check shards that are read in place."""
     stage_dir: str | None = Field(None, examples=["/scratch"])
-    """Directory on each node's own disk, to which shards are copied before training reads them. If
-    space is short, training warns and reads the original shards. Remote shards use `cache_dir`."""
+    """Directory on each node's own disk. Shards are copied to it before training reads them. If
+    space is short, training warns and reads the original shards. Remote shards use `cache_dir`
+    instead."""
 
     @model_validator(mode="after")
     def _mixture_fits(self) -> "DataSettings":
@@ -295,15 +301,12 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
                     code="missing-value",
                 )
         if (self.eval_split is None) != (self.eval_dataset is None):
-            fault = (
-                f"{self.eval_split or 'null'} is not valid with data.eval_dataset"
-                f" {self.eval_dataset or 'null'}"
-            )
-            why = (
-                "only an indexed dataset can be evaluated, so set both settings, or only"
-                " data.eval_split=null"
-            )
-            raise SettingsError("data.eval_split", fault, why, code="conflict")
+            problem = f"{self.eval_split} needs data.eval_dataset, because a stream has no splits"
+            fix = "set data.eval_dataset, or data.eval_split=null for no evaluation"
+            if self.eval_split is None:
+                problem = "null is not valid with data.eval_dataset"
+                fix = "set data.eval_split, or remove data.eval_dataset"
+            raise SettingsError("data.eval_split", problem, fix, code="conflict")
         return self
 
     @property
@@ -322,43 +325,44 @@ class AugmentSettings(Settings):
     or CutMix."""
 
     crop_scale: tuple[float, float] | None = Field(None, examples=[[0.4, 1.0]])
-    """Area of random resized crops as fractions of the image, for example [0.4, 1.0]. null: use the
-    complete image, or its central square if it was built with crop=full."""
+    """Range of areas of random resized crops, as fractions of the image, for example [0.4, 1.0].
+    null: use the complete image, or its central square if it was built with crop=full."""
     crop_ratio: tuple[float, float] = (0.75, 1.3333333333333333)
-    """Smallest and largest aspect ratio (width / height) of random resized crops."""
+    """Range of aspect ratios (width / height) of random resized crops."""
     crop_interpolation: Interpolation | None = Field(None, examples=["bicubic"])
-    """Filter for crops and evaluation images. bilinear and bicubic are antialiased. area is
-    OpenCV's INTER_AREA, as in FFCV. random draws bilinear or bicubic per image, as timm does, and
-    uses bicubic for evaluation. Default: the checkpoint's filter, otherwise bilinear."""
+    """Filter for resizing crops and evaluation images. bilinear and bicubic are antialiased. area
+    is OpenCV's INTER_AREA, as in FFCV. random draws bilinear or bicubic per image, as timm does,
+    and uses bicubic for evaluation. Default: the loaded checkpoint's filter, otherwise bilinear."""
     eval_crop: float | None = Field(None, gt=0, le=1, examples=[0.875])
-    """Central fraction of the image's side used in evaluation (timm's crop_pct): 0.875 is 224 of
-    256 px. Default: the checkpoint's, otherwise 1."""
+    """Fraction of the image's side that the central square for evaluation has (timm's crop_pct).
+    0.875 is 224 of 256 px. Default: the loaded checkpoint's, otherwise 1."""
     crop_padding: int = Field(0, ge=0, le=1024)
-    """Pixels of padding on each side before a crop of the stored size (recipes for 32 px use 4). 0:
-    off. Images of crop=full stay squashed."""
+    """Pixels of padding on each side before a crop of the stored size (4 is usual for 32 px). 0:
+    off. Images of datasets built with crop=full stay squashed."""
     padding_mode: PaddingMode = "constant"
-    """Padding. constant: black. reflect: mirror the image."""
+    """Content of the padding. constant: black. reflect: mirror the image."""
     flip_probability: float = Field(0.5, ge=0, le=1)
     """Probability of a horizontal flip."""
     auto_augment: str | None = Field(None, examples=["rand-m9-mstd0.5-inc1"])
-    """Augmentation policy by timm's name: rand-m9-mstd0.5-inc1 and its family (m, n, p, mstd, mmax,
-    inc, tweights), original, originalr, v0, v0r. cifar10 is torchvision's policy for CIFAR."""
+    """Augmentation policy by timm's name: original, originalr, v0, v0r, or RandAugment such as
+    rand-m9-mstd0.5-inc1 (keys m, n, p, mstd, mmax, inc, tweights). cifar10 is torchvision's policy
+    for CIFAR."""
     erase_probability: float = Field(0.0, ge=0, le=1)
-    """Probability of random erasing; 0 is off."""
+    """Probability of random erasing. 0: off."""
     erase_mode: EraseMode = "pixel"
-    """Fill of erased blocks. const: mean color. rand: one random color. pixel: noise."""
+    """Content of erased blocks. const: mean color. rand: one random color. pixel: noise."""
     erase_count: int = Field(1, ge=1, le=100)
-    """Largest number of erased blocks per image. They divide the area of one block."""
+    """Largest number of erased blocks per image. Together they have the area of one block."""
     mixup_alpha: float = Field(0.0, ge=0)
-    """MixUp with lambda ~ Beta(alpha, alpha) between images of a batch; 0 is off."""
+    """Alpha of MixUp: images of a batch are mixed with lambda ~ Beta(alpha, alpha). 0: off."""
     cutmix_alpha: float = Field(0.0, ge=0)
-    """CutMix with lambda ~ Beta(alpha, alpha) between images of a batch; 0 is off."""
+    """Alpha of CutMix: images of a batch are mixed with lambda ~ Beta(alpha, alpha). 0: off."""
     mixup_pairing: MixupPairing = "adjacent"
     """Partners of mixed images. adjacent: mix images 1 and 2, 3 and 4, and so on, with one lambda
     per pair. ffcv: mix each image with the previous image of the global batch, with one lambda per
     batch (FFCV and the code of Scaling MLPs)."""
     mix_probability: float = Field(1.0, ge=0, le=1)
-    """Probability that a pair (or batch) is mixed."""
+    """Probability that a pair (or a batch, see mixup_pairing) is mixed."""
     switch_probability: float = Field(0.5, ge=0, le=1)
     """Probability of CutMix instead of MixUp, if both are on."""
 
@@ -383,7 +387,7 @@ class AugmentSettings(Settings):
 
     @property
     def is_crop_flip_mixup(self) -> bool:
-        """True if one pass over the images is enough."""
+        """True if only crop, flip and MixUp are on. One pass computes them."""
         others = self.crop_padding or self.auto_augment or self.erase_probability > 0
         return (
             not others
@@ -411,7 +415,7 @@ class AugmentSettings(Settings):
         return self.eval_crop or 1.0
 
     def fed_as(self, filter_: Filter, eval_crop: float) -> Self:
-        """Return these settings with a checkpoint's filter and crop as defaults."""
+        """Return these settings, with a checkpoint's filter and crop as defaults."""
         own: dict[str, Any] = {"crop_interpolation": self.crop_interpolation or filter_}
         if eval_crop != 1:
             own["eval_crop"] = self.eval_crop or eval_crop
@@ -446,25 +450,26 @@ class OptimizerSettings(Settings):
     name: Literal["lion", "adamw", "sgd"] = "lion"
     """Optimizer. The papers' MLPs use lion."""
     lr: float = Field(1e-4, gt=0)
-    """Learning rate after the warm-up, before the schedule decays it."""
+    """Largest learning rate, reached at the end of the warm-up."""
     weight_decay: float = Field(1e-3, ge=0)
-    """Decoupled weight decay. The decay of a step is proportional to the learning rate, not to the
-    gradient."""
+    """Decoupled weight decay. Each step shrinks the weights by learning rate x weight_decay,
+    whatever their gradient."""
     decay: Literal["matrices", "all"] = "matrices"
-    """Weights to decay. matrices: only matrices. all: also norms and biases, as in the code of
-    Scaling MLPs."""
+    """Parameters with weight decay. matrices: only matrices. all: also norms and biases, as in the
+    code of Scaling MLPs."""
     betas: tuple[float, float] | None = Field(None, examples=[[0.9, 0.99]])
-    """Momentum coefficients (default: 0.9, 0.99 for lion; 0.9, 0.999 for adamw)."""
+    """Momentum coefficients of Lion or AdamW (default: 0.9, 0.99 for lion; 0.9, 0.999 for
+    adamw)."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum (SGD only)."""
     nesterov: bool = True
     """Use Nesterov momentum (SGD only), as the Mixer paper does. The code of Scaling MLPs does
     not."""
     head_lr_scale: float = Field(1.0, gt=0)
-    """Learning rate of the classifier as a multiple of the body's learning rate."""
+    """Factor for the classifier's learning rate."""
     layer_decay: float = Field(1.0, gt=0, le=1)
-    """Learning rate of each layer as a multiple of the next layer's, from the last block to the
-    stem. 1: off."""
+    """Learning rate of each layer as a fraction of the next layer's, from the last block down to
+    the stem. 1: off."""
 
     @model_validator(mode="after")
     def _betas_fit(self) -> "OptimizerSettings":
@@ -488,22 +493,22 @@ class OptimizerSettings(Settings):
 class ScheduleSettings(Settings):
     example_with: ClassVar = {"warmup_from": "{}warmup='5 epochs'", "cooldown": "{}name=wsd"}
     name: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    """Learning rate after the warm-up. constant: unchanged. cosine, linear: decay to final_lr. wsd
-    (warm-up, stable, decay): constant, then linear decay during the cooldown."""
+    """Course of the learning rate after the warm-up. constant: unchanged. cosine, linear: decay to
+    final_lr. wsd (warm-up, stable, decay): constant, then linear decay during the cooldown."""
     warmup: Duration = Field("0 steps", examples=["5 epochs"])
-    """Length of the linear warm-up to optimizer.lr. If it is not shorter than the run, a tenth of
-    the run is used."""
+    """Length of the linear warm-up to optimizer.lr. If the warm-up is not shorter than the run, a
+    tenth of the run is used."""
     warmup_from: float | None = Field(None, ge=0, examples=[1e-06])
     """Learning rate of the first step (default: optimizer.lr divided by the warm-up's steps)."""
     final_lr: float = Field(0.0, ge=0)
-    """Last learning rate of cosine, linear and wsd."""
+    """Learning rate at the end of cosine, linear and wsd."""
     cooldown: Duration = Field("0 steps", examples=["10 epochs"])
-    """Last part of train.duration, in which wsd decays the learning rate. Runs of several lengths
-    can share the stable part (see start_from)."""
+    """Length of the decay at the end of wsd. Runs of several lengths can share the constant part
+    before it (see start_from)."""
 
 
 def _number_or_auto(value: object) -> object:
-    """Check both forms with one message; pydantic would print one for each."""
+    """Check both forms with one message. pydantic would print a message for each form."""
     if value in (None, "auto") or (type(value) is int and value >= 1):
         return value
     fix = "Write a whole number from 1, or auto"
@@ -516,60 +521,60 @@ class TrainSettings(Settings):
     duration: Duration
     """Length of the training. epochs=N on the command line means duration='N epochs'."""
     global_batch_size: int = Field(1024, ge=1)
-    """Number of samples of one optimizer step, over all ranks."""
+    """Number of samples in one optimizer step, over all ranks."""
     local_batch_size: Annotated[int | Literal["auto"] | None, BeforeValidator(_number_or_auto)] = (
         Field(None, examples=["auto", 64])
     )
     """Number of samples per rank and micro-batch (default: all of a rank's samples at once). auto:
-    the largest number that fits into memory, measured when the run begins. The global batch does
-    not change."""
+    the largest number that fits into memory, measured when the run begins. The global batch stays
+    the same."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    """Fraction of the target that is spread over all classes; 0 is off."""
+    """Label smoothing: fraction of the target that is spread over all classes. 0: off."""
     seed: int = Field(0, ge=0)
-    """Seed of the initial weights, the order and the augmentation."""
+    """Seed of the initial weights, the sample order and the augmentation."""
     eval_every: Cadence = "1 epochs"
-    """Interval of evaluations on data.eval_split."""
+    """Interval between evaluations on data.eval_split."""
     log_every_steps: int = Field(10, ge=1)
-    """Interval of logged losses, learning rates and throughput, in steps."""
+    """Number of steps between two logged values of loss, learning rate and throughput."""
     max_skipped_steps: int = Field(20, ge=1)
     """Number of consecutive steps with a non-finite loss or gradient after which the run stops and
-    names the samples. Each such step is skipped."""
+    names the samples. Until then such steps are skipped."""
     loader_threads: int | None = Field(None, ge=1, examples=[4])
-    """Threads that decode images, per rank (default: the rank's cores)."""
+    """Number of threads per rank that decode images (default: the rank's cores)."""
     prefetch_batches: int = Field(4, ge=1)
-    """Number of batches to load ahead."""
+    """Number of batches that are loaded in advance."""
     ema_decay: float | None = Field(None, gt=0, lt=1, examples=[0.9999])
-    """Decay of a moving average of the weights, for example 0.9999. The average is evaluated and
-    published instead of the weights."""
+    """Decay of an exponential moving average of the weights, for example 0.9999. The average is
+    evaluated and published instead of the weights."""
 
 
 class PassSettings(RanksSettings):
-    """Settings of both engines."""
+    """Engine settings of pretraining and fine-tuning."""
 
     gradient_clip_norm: float = Field(0.0, ge=0)
-    """Largest norm of the gradient; 0 is off."""
+    """Largest norm of the gradient. Longer gradients are scaled down. 0: off."""
     activation_checkpointing: bool = False
-    """Keep only each block's input and recompute the rest in the backward pass. This needs less
-    memory and about a third more compute."""
+    """Keep only each block's input, and compute activations again in the backward pass. This needs
+    less memory and about a third more compute."""
     compile: bool = False
-    """Compile the model block by block with torch.compile. The first step takes a minute or more;
-    later steps are faster on GPUs, and hardly on CPUs."""
+    """Compile the model block by block with torch.compile. The first step takes a minute or more.
+    Later steps are faster on GPUs, but hardly on CPUs."""
 
 
 class EngineSettings(PassSettings):
     example_with: ClassVar = {"cuda_graphs": "{}compile=true {}zero_stage=0"}
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """State that ZeRO shards over the ranks. 0: nothing. 1: the optimizer's state. 2: also the
-    gradients. 3: also the weights."""
+    """State that ZeRO divides over the ranks. 0: nothing. 1: optimizer state. 2: also gradients. 3:
+    also weights."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
-    """Precision of the passes. tf32: fp32 with products that GPUs round to ten bits. fp16: dynamic
-    loss scale; steps that overflow are skipped."""
+    """Precision of forward and backward passes. tf32: fp32, but GPUs multiply with ten bits. fp16:
+    uses a dynamic loss scale, and skips steps that overflow."""
     cuda_graphs: bool = False
-    """Record the passes once and replay them, for small models on GPUs. This needs `compile`, stage
-    0 and one micro-batch per step. Not yet run on a GPU."""
+    """Capture the passes in CUDA graphs and replay them, for small models on GPUs. This needs
+    `compile`, stage 0 and one micro-batch per step. Not yet run on a GPU."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """State to keep in the node's memory instead of the GPU. optimizer: the optimizer's state and
-    update (stages 1 to 3). all: also the weights (stage 3)."""
+    """State that is kept in CPU memory instead of GPU memory. optimizer: optimizer state and update
+    (stages 1 to 3). all: also weights (stage 3)."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "EngineSettings":
@@ -587,33 +592,33 @@ class EngineSettings(PassSettings):
 class CheckpointSettings(Settings):
     example_with: ClassVar = {"remote_storage": "{}remote=s3://bucket/run"}
     every: Cadence = "1 epochs"
-    """Interval of checkpoints. The end of training makes one, too."""
+    """Interval between checkpoints. The end of training makes one, too."""
     keep_last: int = Field(2, ge=1)
     """Number of newest checkpoints to keep. If the newest is damaged, training resumes from the
     previous one."""
     keep_every: Cadence | None = Field(None, examples=["50 epochs"])
-    """Interval of checkpoints that are kept forever, for example 50 epochs."""
+    """Interval between checkpoints that are kept forever, for example 50 epochs."""
     milestones: tuple[Duration, ...] = Field((), examples=[["50 epochs", "100 epochs"]])
-    """Training lengths at which a checkpoint is made and kept forever. RUN@50epochs selects it. If
-    the learning rate is constant, it equals the last checkpoint of a run of that length, bit for
-    bit."""
+    """Training lengths at which a checkpoint is made and kept forever; RUN@50epochs selects one. If
+    the learning rate is constant, the checkpoint equals the last one of a run of that length, bit
+    for bit."""
     keep_best: bool | None = None
-    """Make a checkpoint at each evaluation with the highest top-1 so far, and keep it until a
-    better one (RUN/checkpoints/best.json). Default: on if data.eval_split is set."""
+    """Make a checkpoint at each evaluation with the highest top-1 accuracy so far, and keep it
+    until a better one (RUN/checkpoints/best.json). Default: on if data.eval_split is set."""
     remote: Annotated[str, _kept_out(_OF_REMOTE)] | None = Field(
         None, examples=["s3://bucket/runs/mine"]
     )
     """Folder in a bucket (s3, gs, az, file) for this run only. Checkpoints, event log and config
-    are uploaded in the background. Each attempt fetches the newest complete checkpoint, so run_dir
-    may be on each node's own disk."""
+    are uploaded in the background. A resume fetches the newest complete checkpoint, so run_dir may
+    be on each node's own disk."""
     remote_storage: dict[str, Any] = Field(
         default_factory=dict, exclude=True, examples=[{"endpoint_url": "https://minio:9000"}]
     )
-    """Options for fsspec, as in data.storage. They may be secrets and are never stored."""
+    """Options for fsspec, as in data.storage. They may contain secrets and are never stored."""
     grace_s: float = Field(30.0, ge=1)
-    """Seconds from SIGTERM until this process is killed (Kubernetes: 30, most spot offers: 120). A
-    stopped run waits that long for the upload of its last checkpoint. If the upload is incomplete,
-    an attempt on another disk resumes from an earlier checkpoint."""
+    """Seconds between SIGTERM and the kill of this process (Kubernetes: 30, most spot offers: 120).
+    A stopped run waits that long for the upload of its last checkpoint. If the upload is
+    incomplete, a resume on another disk begins at an earlier checkpoint."""
 
     @model_validator(mode="after")
     def _remote_is_a_bucket(self) -> Self:
@@ -623,8 +628,8 @@ class CheckpointSettings(Settings):
             fix = "Write s3://BUCKET/RUN, or use gs, az or file instead of s3"
             raise UserError(field, f"{kind!r} is not a bucket", fix, code="bad-value")
         if "?" in place:
-            fix = "Remove the part that begins with ?"
-            raise UserError(field, "an address has no query", fix, code="bad-value")
+            fix = "Remove the part of the address that begins with ?"
+            raise UserError(field, "a query (?...) is not supported", fix, code="bad-value")
         is_named = self.remote is not None or "remote" in self.model_fields_set
         check_needs(self, "checkpoint", {"remote_storage": (is_named, field)})  # null: no remote
         return self
@@ -632,7 +637,7 @@ class CheckpointSettings(Settings):
 
 class TrackingSettings(Settings):
     enabled: bool = True
-    """Send the run to MLflow. The event log is written in any case."""
+    """Send metrics and results to MLflow. The event log is written in any case."""
     experiment: str = "wide-mlps"
     """MLflow experiment of the run."""
     uri: Annotated[str, _kept_out(OF_SERVER)] | None = Field(
@@ -641,10 +646,11 @@ class TrackingSettings(Settings):
     """MLflow database or server (default: MLFLOW_TRACKING_URI, otherwise mlflow.db next to the run
     directory)."""
     sinks: tuple[SinkName, ...] = Field((), examples=[["tensorboard"]])
-    """Other tools whose files are written to RUN/tracking during the run. `pretrain sync RUN --to`
-    writes them later."""
+    """Other tools whose files are written to RUN/tracking during the run. `pretrain sync RUN --to
+    TOOL` writes them later."""
     peak_teraflops: float | None = Field(None, gt=0, examples=[312.0])
-    """Peak TFLOP/s of a rank's device, for MFU (default: from its data sheet, or measured)."""
+    """Peak TFLOP/s of one rank's device, to compute MFU (default: from its data sheet, or
+    measured)."""
 
     @model_validator(mode="after")
     def _sinks_can_be_written(self) -> Self:
@@ -657,8 +663,8 @@ class TrainingTracking(TrackingSettings):
     profile: Annotated[str, AfterValidator(lambda text: parse_window(text) and text)] | None = (
         Field(None, examples=["steps 20-25"])
     )
-    """Steps that each rank traces to RUN/profile, for Perfetto. Traced steps are slower; the
-    weights do not change. A resume skips earlier steps."""
+    """Steps that each rank traces to RUN/profile, for Perfetto. Traced steps are slower, but the
+    weights stay the same. A resume does not trace earlier steps."""
 
 
 def check_installed(*sinks: str) -> None:
@@ -680,12 +686,11 @@ class TrainingSettings(Settings):
     """Settings of a training, from random or other weights."""
 
     run_dir: str = Field(examples=["runs/mine"])
-    """Directory of the run, with checkpoints, event log and resolved config. The same command
-    resumes the run."""
+    """Directory of the run: checkpoints, event log and config. The same command resumes the run."""
     resume: Resume = "auto"
-    """Rule for a resume. auto: resume if there is a checkpoint. must: fail without a checkpoint.
-    never: fail if there is one. changed_code: as auto, even if the code of model.import has
-    changed."""
+    """Rule for a resume. auto: resume from a checkpoint if there is one. must: fail without a
+    checkpoint. never: fail if there is a checkpoint. changed_code: as auto, even if the code of
+    model.import has changed."""
     data: DataSettings
     augment: AugmentSettings = AugmentSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
@@ -740,15 +745,15 @@ class TrainingSettings(Settings):
 class PretrainSettings(TrainingSettings):
     of_verb = "pretrain train"
     start_from: str | None = Field(None, examples=["runs/mine"])
-    """Run or folder of weights of the same model to begin with. The head is included if the classes
+    """Run or folder of weights of the same model to begin with. The head is loaded if the classes
     are the same. RUN@50epochs also continues the optimizer and the position in the data: a branch
-    with another schedule or length. A resume does not read it again."""
+    with another schedule or length. A resume does not read start_from again."""
     model: Annotated[
         ModelSpec,
         BeforeValidator(expand_preset, json_schema_input_type=NamedModel | OwnModel | ModelSpec),
     ]
-    """Architecture: a named one (`preset`, see `pretrain models`), a class of your own (`import`),
-    or a `kind` and its sizes."""
+    """Architecture: a named model (`preset`, see `pretrain models`), a class of your own
+    (`import`), or a `kind` and its sizes."""
     engine: EngineSettings = EngineSettings()
 
 
@@ -758,7 +763,7 @@ def check_schedule(schedule: ScheduleSettings, lr: float, *, field: str = "optim
         raise SettingsError(
             "schedule.final_lr",
             f"{final_lr} is above {field} {lr}",
-            f"{schedule.name} falls, so set it lower",
+            f"set at most {lr}, because {schedule.name} only lowers it",
             code="conflict",
         )
     is_wsd, cools = schedule.name == "wsd", parse_length(schedule.cooldown).amount > 0
@@ -775,14 +780,14 @@ def check_schedule(schedule: ScheduleSettings, lr: float, *, field: str = "optim
         raise SettingsError(
             "schedule.warmup_from",
             f"{first_lr} is above {field} {lr}",
-            "a warm-up rises, so set it lower",
+            f"set at most {lr}, because a warm-up only raises it",
             code="conflict",
         )
 
 
 def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_ranks: int) -> int:
-    """Return the local batch size on this many ranks. For auto, return the rank's part of the
-    batch; a divisor is chosen later."""
+    """Check the batch sizes, and return the local batch size on this many ranks. For auto, return
+    all samples of a rank; a divisor is chosen later."""
     whole = train.global_batch_size
     if whole % num_ranks:
         low, high = whole // num_ranks * num_ranks, -(-whole // num_ranks) * num_ranks
@@ -810,7 +815,7 @@ def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_r
         raise SettingsError(
             "train.local_batch_size",
             f"{local} on {num_ranks} ranks is odd, but {' and '.join(augment.mixing)} mixes pairs",
-            "make it even",
+            "set an even number",
             code="conflict",
         )
     return local

@@ -34,7 +34,7 @@ RecordedTask = Literal["pretrain", "probe", "tune", "knn", "evaluate", "export"]
 
 
 class RecordSettings(Settings):
-    """The place of a run in a plan. `cluster/submit` sets it."""
+    """Position of a run in a plan. `cluster/submit` sets it."""
 
     plan: str | None = Field(None, examples=["widths"])
     """Name of the plan that the run belongs to."""
@@ -43,7 +43,7 @@ class RecordSettings(Settings):
     member: str | None = Field(None, examples=["3"])
     """Name of the run in its stage."""
     labels: dict[str, str] = Field(default_factory=dict, examples=[{"model.width": "64"}])
-    """Variables of the run and their values, for tables and figures."""
+    """Values that distinguish this run in its plan, for tables and figures. Plans set them."""
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ TARGETS = {
 }
 CEILINGS = {
     "data_prep": 440_900,
-    "pretrain": 634_600,
-    "finetune": 230_000,
-    "analysis": 225_000,
+    "pretrain": 639_400,
+    "finetune": 230_700,
+    "analysis": 226_200,
     "cluster": 130_000,
-    "benchmarks": 158_000,
-    "tests": 1_455_000,
+    "benchmarks": 161_100,
+    "tests": 1_464_000,
 }
 
 

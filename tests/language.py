@@ -24,8 +24,8 @@ CEILINGS = {
     "analysis": 0,
     "cluster": 0,
     "benchmarks": 0,
-    "tests": 520,
-    "docs": 41,
+    "tests": 495,
+    "docs": 0,
     "README.md": 0,
     "CONTRIBUTING.md": 0,
 }

@@ -13,7 +13,7 @@ from pretrain.record import RECORD, Parent, RecordedTask, RunRecord
 def record_of(settings: Mapping[str, Any], *, root: Path = Path()) -> RunRecord:
     """Return the record that a run with these settings begins with, as far as a test needs it.
     Paths of the settings are relative to `root`."""
-    signs: dict[str, RecordedTask] = {"init": "tune", "lrs": "probe", "neighbours": "knn"}
+    signs: dict[str, RecordedTask] = {"init": "tune", "lrs": "probe", "neighbors": "knn"}
     task = next((task for sign, task in signs.items() if sign in settings), None)
     is_evaluation = "split" in (settings.get("data") or {})
     source = settings.get("pretrained") or settings.get("start_from")

@@ -6,25 +6,18 @@ from pathlib import Path
 
 import analysis.cli
 import cluster.cli
-import data_prep.commands
+import data_prep.cli
 import finetune.cli
 import pretrain.cli
-from data_prep.explain import Explained, options_of, program, schema_of, settings_of
+from data_prep.explain import Explained, options_of, schema_of, settings_of
 
 REPOSITORY = Path(__file__).parent.parent
-ADD_VERBS = {
-    "data_prep": data_prep.commands.add_verbs,
-    "pretrain": pretrain.cli._add_verbs,
-    "finetune": finetune.cli._add_verbs,
-    "analysis": analysis.cli._add_verbs,
-    "wide-mlps": cluster.cli.add_verbs,
-}
-PURPOSES = {
-    "data_prep": "Turn image archives into verified shards with an index and a manifest.",
-    "pretrain": "Train all-MLP models on datasets of `data_prep`.",
-    "finetune": "Probe, fine-tune, evaluate, export and use checkpoints.",
-    "analysis": "Make tables and figures from finished runs.",
-    "wide-mlps": "Lay out a folder, and run plans without SLURM.",
+PARSERS = {
+    "data_prep": data_prep.cli.make_parser,
+    "pretrain": pretrain.cli.make_parser,
+    "finetune": finetune.cli.make_parser,
+    "analysis": analysis.cli.make_parser,
+    "wide-mlps": cluster.cli.make_parser,
 }
 HEAD = """# How to read the reference
 
@@ -57,19 +50,16 @@ eval "$(register-python-argcomplete data_prep pretrain finetune analysis wide-ml
 """
 
 
-def verbs_of(name: str) -> dict[str, argparse.ArgumentParser]:
-    return dict(program(name, description="", add_verbs=ADD_VERBS[name]).commands)
-
-
 def command_pages() -> dict[str, str]:
     """Return {program: the text of its page}."""
     seen = dict[object, str]()
-    return {name: _program_page(name, seen) for name in ADD_VERBS}
+    return {name: _program_page(name, seen) for name in PARSERS}
 
 
 def _program_page(name: str, seen: dict[object, str]) -> str:
-    text = f"# {name}\n\n{PURPOSES[name]}\n"
-    for word, verb in verbs_of(name).items():
+    parser = PARSERS[name]()
+    text = f"# {name}\n\n{parser.description}\n"
+    for word, verb in parser.commands.items():
         if word == "explain":
             continue
         schema, title = schema_of(verb), f"{name} {word}"

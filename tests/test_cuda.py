@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from data_prep.manifest import load_manifest
-from finetune.probe.knn import neighbours_of, unit_rows
-from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
+from finetune.probe.knn import neighbors_of, unit_rows
+from pretrain.augment.augmentation import Augmentation, Normalization, Prepared
 from pretrain.augment.feed import Feed, finish_for
 from pretrain.config import AugmentSettings, OptimizerSettings
 from pretrain.data.loader import Batch, training_batches
@@ -84,8 +84,8 @@ def stored(count: int, size: int) -> Batch:
 def augmentation(
     settings: dict[str, Any], device: torch.device, *, size: int, dtype: torch.dtype = torch.float32
 ) -> Augmentation:
-    normal = Normalisation((0.48, 0.45, 0.41), (0.27, 0.26, 0.27))
-    words = {"seed": 3, "image_size": size, "normalisation": normal}
+    normal = Normalization((0.48, 0.45, 0.41), (0.27, 0.26, 0.27))
+    words = {"seed": 3, "image_size": size, "normalization": normal}
     return Augmentation(AugmentSettings(**settings), device=device, dtype=dtype, **words)
 
 
@@ -159,8 +159,8 @@ MODELS: dict[str, tuple[Any, int]] = {
     **{name: (spec_of(name), preset(name).image_size) for name in ("mlp_b6_wi256", "smixer_c32", "rp_mixer_ss_w", "mixer_ss_8")},
     "sw_mlp": (spec_of("sw_mlp_540"), 32),
     "sw_mlp sparse": (SparseMlpSpec(kind="sw_mlp", width=1619, density=0.02), 32),
-    "monarch": (spec_of("monarch_mnist", greyscale=False), 28),
-    "kronecker": (spec_of("kronecker_mnist", greyscale=False), 28),
+    "monarch": (spec_of("monarch_mnist", grayscale=False), 28),
+    "kronecker": (spec_of("kronecker_mnist", grayscale=False), 28),
 }  # fmt: skip
 
 
@@ -201,7 +201,7 @@ def test_nearest_neighbors() -> None:
 
     def rows(device: torch.device) -> Tensor:
         (queries,) = unit_rows([test], device=device)
-        return neighbours_of(queries, unit_rows(train.split(700), device=device), count=20)[1].cpu()
+        return neighbors_of(queries, unit_rows(train.split(700), device=device), count=20)[1].cpu()
 
     assert torch.equal(rows(DEVICE), rows(CPU))
 

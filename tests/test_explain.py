@@ -21,7 +21,6 @@ from data_prep.explain import (
     completions,
     json_schema,
     options_of,
-    program,
     schema_of,
     settings_of,
 )
@@ -41,9 +40,9 @@ from finetune.probe.config import ProbeSettings
 from pretrain.config import PretrainSettings
 from tests.conftest import Capture
 from tests.errors import fails
-from tests.settings_page import ADD_VERBS, REPOSITORY, _examples, command_pages, verbs_of
+from tests.settings_page import PARSERS, REPOSITORY, _examples, command_pages
 
-VERBS = {(name, word): verb for name in ADD_VERBS for word, verb in verbs_of(name).items()}
+VERBS = {(name, word): verb for name in PARSERS for word, verb in PARSERS[name]().commands.items()}
 CONFIGURED = {schema_of(verb): verb for verb in VERBS.values() if schema_of(verb) is not None}
 every = pytest.mark.parametrize("name", VERBS, ids=" ".join)
 
@@ -63,7 +62,7 @@ def test_each_help_has_examples_that_its_program_takes(name: tuple[str, str]) ->
     program_name, word = name
     examples, schema = _examples(VERBS[name]), schema_of(VERBS[name])
     assert examples, f"{program_name} {word} has no epilog with an example"
-    parser = program(program_name, description="", add_verbs=ADD_VERBS[program_name])
+    parser = PARSERS[program_name]()
     for example in examples:
         assert example.startswith(f"{program_name} {word} ")
         options = parser.parse_args(shlex.split(example.removeprefix(program_name)))
@@ -220,7 +219,7 @@ def test_a_key_is_explained_by_any_of_its_names(
     words: str, expected: list[str] | str, capsys: Capture
 ) -> None:
     name = "pretrain" if words.startswith("train") else "data_prep"
-    parser = program(name, description="", add_verbs=ADD_VERBS[name])
+    parser = PARSERS[name]()
     options = parser.parse_args(["explain", *words.split()])
     if isinstance(expected, str):
         with fails("unknown-key", words.split()[1]) as caught:
@@ -233,9 +232,9 @@ def test_a_key_is_explained_by_any_of_its_names(
 
 
 def test_every_program_tells_its_version(capsys: Capture) -> None:
-    for name in ADD_VERBS:
+    for name in PARSERS:
         with pytest.raises(SystemExit) as end:
-            program(name, description="", add_verbs=ADD_VERBS[name]).parse_args(["--version"])
+            PARSERS[name]().parse_args(["--version"])
         assert end.value.code == 0 and re.fullmatch(
             rf"{name} of wide-mlps \d+\.\d+\.\d+\S*\n", capsys.readouterr().out
         )

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from data_prep.explain import program
 from data_prep.settings import load_settings
 from finetune.verbs import split_config
 from tests.ranks import REPOSITORY
-from tests.settings_page import ADD_VERBS
+from tests.settings_page import PARSERS
 
 
 @cache
@@ -42,7 +41,7 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         parse(*([""] if parse.__module__ == "frame" else []))
         return
     name, rest = words[1], words[2:]
-    options = program(name, description="", add_verbs=ADD_VERBS[name]).parse_args(rest)
+    options = PARSERS[name]().parse_args(rest)
     if schema := getattr(options, "schema", None):
         given = [each for each in (options.config, *options.overrides) if each is not None]
         config, overrides = split_config(given)
@@ -86,10 +85,10 @@ def test_the_table_holds_what_was_found_beside_its_goal(tmp_path: Path) -> None:
         "ms": 20.0,
         "images_per_s": 800_000.0,
         "share_of_product_rate": 0.75,
-        "device_idle_share": None,
+        "device_idle_fraction": None,
     }
     figures = {"profile-b12-z1-compiled": step, "profile-b12-z1-compiled-augmented": {"ms": 25.0}}
-    figures["run-b12"] = {"usage/images_per_s": 600_000.0, "usage/data_wait_share": 0.01}
+    figures["run-b12"] = {"usage/images_per_s": 600_000.0, "usage/data_wait_fraction": 0.01}
     figures["run-b6"] = {"usage/images_per_s": 50_000.0, "usage/peak_gpu_reserved_gb": 22.5}
     figures["run-ranks-z1"] = {"usage/images_per_s": 2_400_000.0, "ranks": 8}
     figures["evaluate-fp32"], figures["evaluate-bf16"] = (

@@ -19,6 +19,7 @@ from data_prep.manifest import load_manifest
 from tests.budgets import num_characters
 from tests.data_prep.samples import encoded, picture, webp, write_files
 from tests.forked import begin, wait
+from tests.language import texts_of_markdown
 from tests.ranks import REPOSITORY
 from tests.site_check import remote_loads
 
@@ -236,6 +237,11 @@ def test_each_code_block_of_the_site_runs_in_ci_or_says_why_not() -> None:
                 unmarked.append(page.name)
             before = line
     assert {*unmarked} <= UNMARKED
+
+
+def test_the_pages_of_the_site_have_at_most_20_000_words() -> None:
+    texts = [text for page in DOCS for _, text, _ in texts_of_markdown(page.read_text())]
+    assert len(" ".join(texts).split()) <= 20_000
 
 
 def test_an_address_that_a_page_loads_is_found_and_a_link_is_not(tmp_path: Path) -> None:

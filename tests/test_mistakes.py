@@ -256,7 +256,7 @@ def lab(shapes: Path, other_shapes: Path, tmp_path_factory: pytest.TempPathFacto
     (lab / "probe.yaml").write_text(PROBE.replace("DATASET", "shapes").replace("null", "runs/m"))
     (lab / "tune.yaml").write_text(TUNE.replace("DATASET", "shapes").replace("RUN", "runs/m"))
     (lab / "knn.yaml").write_text(
-        "run_dir: runs/k\npretrained: runs/m\nneighbours: [3]\ndata: {dataset: shapes}\n"
+        "run_dir: runs/k\npretrained: runs/m\nneighbors: [3]\ndata: {dataset: shapes}\n"
     )
     (lab / "build.yaml").write_text("source: {kind: folder, path: pics}\nout: x\n")
     (lab / "plan.yaml").write_text("pretrain: train.yaml\n")
@@ -264,10 +264,8 @@ def lab(shapes: Path, other_shapes: Path, tmp_path_factory: pytest.TempPathFacto
         PretrainSettings, path=lab / "train.yaml", overrides=[f"run_dir={lab}/runs/m"]
     )
     names = tuple(f"class-{number}" for number in range(8))
-    colours = {"channel_mean": (0.5, 0.5, 0.5), "channel_std": (0.2, 0.2, 0.2)}
-    card = ModelCard(
-        model=settings.model, image_size=16, classes=names, dataset="shapes", **colours
-    )
+    colors = {"channel_mean": (0.5, 0.5, 0.5), "channel_std": (0.2, 0.2, 0.2)}
+    card = ModelCard(model=settings.model, image_size=16, classes=names, dataset="shapes", **colors)
     weights = lab / "runs" / "m" / "checkpoints" / "step-00000008"
     weights.mkdir(parents=True)
     (weights / "config.json").write_text(json.dumps(config_of(card)))
@@ -278,8 +276,8 @@ def lab(shapes: Path, other_shapes: Path, tmp_path_factory: pytest.TempPathFacto
 
 MISTAKES = [
     ("pretrain", "arguments", "missing-value"),
-    ("pretrain trian train.yaml", "VERB", "unknown-name"),
-    ("pretrain train.yaml", "VERB", "unknown-name"),
+    ("pretrain trian train.yaml", "COMMAND", "unknown-name"),
+    ("pretrain train.yaml", "COMMAND", "unknown-name"),
     ("pretrain train", "arguments", "missing-value"),
     ("pretrain train trian.yaml", "trian.yaml", "missing-path"),
     ("pretrain train run_dir=x", "run_dir=x", "missing-path"),
@@ -350,7 +348,7 @@ MISTAKES = [
     ("finetune knn runs/m", "config", "wrong-command"),
     ("finetune tune hf-hub:a/b dataset=shapes", "config", "wrong-command"),
     ("finetune probe knn.yaml", "knn.yaml", "wrong-command"),
-    ("finetune knn knn.yaml neighbours=[900]", "neighbours", "bad-value"),
+    ("finetune knn knn.yaml neighbors=[900]", "neighbors", "bad-value"),
     ("finetune probe probe.yaml data.dataset=noval", "noval", "unknown-name"),
     ("finetune probe probe.yaml pretrained=shapes", "shapes", "wrong-command"),
     ("finetune probe probe.yaml pretrained=runs/mm", "runs/mm", "missing-path"),
@@ -430,7 +428,7 @@ MISTAKES = [
     ("data_prep subset shapes --out shapes --count 3", "out", "conflict"),
     ("data_prep dedup shapes --against nowhere", "nowhere", "missing-path"),
     ("wide-mlps list train.yaml", "train.yaml", "wrong-command"),
-    ("wide-mlps lst plan.yaml", "VERB", "unknown-name"),
+    ("wide-mlps lst plan.yaml", "COMMAND", "unknown-name"),
     ("cluster/submit nope.yaml", "nope.yaml", "missing-path"),
     ("cluster/submit cluster/nope.slurm train.yaml", "cluster/nope.slurm", "missing-path"),
 ]  # fmt: skip

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from finetune.evaluate.evaluate import _Mean
 from finetune.probe.config import KnnSettings, ProbeSettings
 from finetune.probe.heads import Update, as_columns, clip, errors_of, losses_of
-from finetune.probe.knn import answers, neighbours_of, unit_rows
-from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
+from finetune.probe.knn import answers, neighbors_of, unit_rows
+from pretrain.augment.augmentation import Augmentation, Normalization, Prepared
 from pretrain.config import AugmentSettings, OptimizerSettings, PixelOrder
 from pretrain.data.loader import Batch
 from pretrain.engine.ema import WeightAverage
@@ -82,8 +82,8 @@ def stored(size: int = SIZE) -> Batch:
 
 
 def augmentation(settings: dict[str, Any], device: torch.device, **words: Any) -> Augmentation:
-    normal = Normalisation((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
-    words = {"image_size": SIZE, "normalisation": normal, "dtype": torch.bfloat16} | words
+    normal = Normalization((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    words = {"image_size": SIZE, "normalization": normal, "dtype": torch.bfloat16} | words
     return Augmentation(AugmentSettings(**settings), seed=0, device=device, **words)
 
 
@@ -114,8 +114,8 @@ MODELS = {
     "mixer": (spec_of("mixer_ss_w"), 32),
     "rp mixer": (spec_of("rp_mixer_ss_w"), 32),
     "sw_mlp": (spec_of("sw_mlp_540"), 32),
-    "monarch": (spec_of("monarch_mnist", greyscale=False), 28),
-    "kronecker": (spec_of("kronecker_mnist", greyscale=False), 28),
+    "monarch": (spec_of("monarch_mnist", grayscale=False), 28),
+    "kronecker": (spec_of("kronecker_mnist", grayscale=False), 28),
 }
 
 
@@ -189,10 +189,10 @@ def test_heads_are_trained_there(device: torch.device, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("weights", ["softmax", "uniform", "distance"])
-def test_neighbours_are_found_there(device: torch.device, weights: Any) -> None:
-    settings = KnnSettings(run_dir="x", data={"dataset": "y"}, neighbours=(1, 3), weights=weights)
+def test_neighbors_are_found_there(device: torch.device, weights: Any) -> None:
+    settings = KnnSettings(run_dir="x", data={"dataset": "y"}, neighbors=(1, 3), weights=weights)
     (queries,) = unit_rows([torch.ones(COUNT, 8)], device=device)
-    similar, rows = neighbours_of(
+    similar, rows = neighbors_of(
         queries, unit_rows([torch.ones(7, 8), torch.ones(5, 8)], device=device), count=3
     )
     labels = torch.zeros(12, dtype=torch.long, device=device)

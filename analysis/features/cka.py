@@ -3,8 +3,8 @@
 Each pair of runs has a matrix and the mean of its diagonal. If the depths differ, the diagonal has
 the entries at the same fraction of both depths. The ceiling of the mean is the CKA between seeds of
 one architecture. For the floor, the second network gets the images in another order.
-Pairs of the same two architectures are seeds: mean, standard deviation over pairs, and an interval
-from resampled batches. F features of all runs together, T batches, W weightings of these, L and M
+Pairs of the same two architectures are averaged, with their standard deviation and an interval from
+resampled batches. F features of all runs together, T batches, W weightings of these, L and M
 layers of a pair.
 """
 
@@ -28,22 +28,22 @@ from pretrain.models.spec import SparseMlpSpec
 
 RESAMPLES, INTERVAL = 1000, (2.5, 97.5)
 FEWEST_BATCHES = 4
-"""Fewer batches have no interval: their resamples are too similar."""
+"""Fewer batches give no interval, because their resamples are too similar."""
 Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """HSIC1 of all layers of all runs in each batch."""
+    """HSIC1 between all layers of all runs, for each batch."""
 
     subjects: dict[str, Subject]
     hsic_TFF: Tensor
     floor_TFF: Tensor
-    """The same if the second layer gets the images in another order."""
+    """The same values if the second layer gets the images in another order."""
     num_images: int
 
     def cka(self, pair: Pair, weights_WT: Tensor | None = None, *, floor: bool = False) -> Tensor:
-        """Return CKA (W, L, M) of HSIC1 averaged with each row of weights of the batches."""
+        """Return CKA (W, L, M) from HSIC1 averaged over batches, once for each row of weights."""
         if weights_WT is None:
             num_batches = len(self.hsic_TFF)
             weights_WT = torch.full((1, num_batches), 1 / num_batches, dtype=torch.float64)
@@ -59,13 +59,13 @@ class Comparison:
 
 
 def diagonal(rows: int, columns: int) -> list[tuple[int, int]]:
-    """Return the entries at the same fraction of both depths."""
+    """Return the entries of layers at the same fraction of both depths."""
     longest = max(rows, columns)
     return [(place * rows // longest, place * columns // longest) for place in range(longest)]
 
 
 def diagonal_of(matrices: Tensor) -> Tensor:
-    """Return the mean over the diagonal of each (L, M)."""
+    """Return the mean of the diagonal of each (L, M)."""
     rows, columns = zip(*diagonal(*matrices.shape[-2:]), strict=True)
     return matrices[..., list(rows), list(columns)].mean(-1)
 
@@ -109,7 +109,7 @@ def whole_diagonal(images: Images, pair: Sequence[Subject], *, device: torch.dev
 
 
 def entries_of(found: Comparison, pairs: Sequence[Pair]) -> pd.DataFrame:
-    """Return a row for each entry of each pair's matrix."""
+    """Return a row for each entry of each pair's CKA matrix."""
     rows = list[dict[str, Any]]()
     for pair in pairs:
         one, other = (found.subjects[run] for run in pair)
@@ -131,8 +131,8 @@ def _models(found: Comparison, pair: Pair) -> list[str]:
 
 
 def groups_of(found: Comparison, pairs: Sequence[Pair]) -> pd.DataFrame:
-    """Return a row for each two architectures, sorted by the density of the second (if it is a
-    SW-MLP). An architecture has a ceiling if it has several seeds."""
+    """Return a row for each pair of architectures, sorted by the density of the second one (if it
+    is a SW-MLP). An architecture with several seeds has a ceiling."""
     seeds_of: dict[Any, list[Pair]] = {}
     for pair in pairs:
         specs = tuple(found.subjects[run].card.model for run in pair)

@@ -1,4 +1,5 @@
-"""The figures of `analysis cka` and `analysis invariance`. Callers open `looks`."""
+"""The figures of `analysis cka` and `analysis invariance`. Call these functions inside
+`with looks(...)`, which sets the plot style."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from matplotlib.ticker import NullLocator
 
 from analysis.output import draw_band, mark
 from data_prep.images.lettering import legible
-from finetune.looks import GREY, SEQUENTIAL, panels
+from finetune.looks import GRAY, SEQUENTIAL, panels
 
 MOST_PANELS = 6
 MEASURED = ("top1", "agreement", "cka")
@@ -26,7 +27,8 @@ def draw_cka(entries: pd.DataFrame, groups: pd.DataFrame) -> dict[str, Figure]:
 
 
 def _draw_heat(entries: pd.DataFrame, groups: pd.DataFrame) -> Figure:
-    """Draw the mean over pairs for at most six groups, including the sparsest and the densest."""
+    """Draw heat maps of the mean over pairs, for at most six groups, including the sparsest and the
+    densest."""
     places = np.unique(np.linspace(0, len(groups) - 1, MOST_PANELS).round().astype(int))
     figure, axes_of = panels(len(places), height=2.4)
     for axes, group in zip(axes_of, groups.iloc[places].itertuples(), strict=True):
@@ -55,7 +57,7 @@ def _draw_matrix(axes: Axes, values: np.ndarray) -> Any:
 
 
 def _set_ticks(axis: Any, names: Sequence[str]) -> None:
-    """Label at most eight of the places 0, 1, ..."""
+    """Label at most eight of the ticks 0, 1, ..."""
     step = -(-len(names) // 8)
     axis.set_ticks(range(0, len(names), step), names[::step])
     axis.set_tick_params(length=0)
@@ -80,25 +82,25 @@ def _draw_density(groups: pd.DataFrame) -> Figure:
         )
         for ceiling in own.ceiling_a.dropna().unique():
             axes.axhline(ceiling, color=style["color"], linestyle="--", linewidth=1)
-        axes.plot(own.density, own.floor, color=GREY, linestyle=":", linewidth=1)
+        axes.plot(own.density, own.floor, color=GRAY, linestyle=":", linewidth=1)
     legend = {":": "floor: shuffled images"}
     if groups.ceiling_a.notna().any():
         legend["--"] = "ceiling: other seeds of the first"
     for line, label in legend.items():
-        axes.plot([], [], color=GREY, linestyle=line, linewidth=1, label=label)
+        axes.plot([], [], color=GRAY, linestyle=line, linewidth=1, label=label)
     axes.xaxis.set_major_formatter(lambda value, _: f"1/{1 / value:,.0f}" if value < 1 else "1")
     axes.legend(loc="best")
     return figure
 
 
 def means_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the mean over directions and seeds of each change, for the console."""
+    """Return the mean of each change over directions and seeds, for the console."""
     means = rows.assign(cka=rows.cka.map(np.mean)).groupby(["run", "change"], sort=False)
     return means[list(MEASURED)].mean().reset_index()
 
 
 def _names(rows: pd.DataFrame) -> dict[str, str]:
-    """Return the last parts of the runs' paths if they differ, otherwise the paths."""
+    """Return the last parts of the runs' paths if they differ, otherwise the complete paths."""
     runs = rows.run.unique().tolist()
     ends = [Path(run).name for run in runs]
     return dict(zip(runs, ends if len({*ends}) == len(ends) else runs, strict=True))
@@ -143,7 +145,7 @@ def _draw_range(axes: Axes, rows: pd.DataFrame, key: str, **style: Any) -> None:
 
 
 def draw_mixings(rows: pd.DataFrame) -> Figure:
-    """Draw CKA between shifted and unshifted images, mixing by mixing."""
+    """Draw CKA between shifted and unshifted images for each mixing."""
     names = list(_names(rows).items())[:MOST_PANELS]
     figure, axes_of = panels(len(names), height=2.4)
     for axes, (run, name) in zip(axes_of, names, strict=True):

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 FEWEST = 4
-"""Images of the smallest batch: HSIC1 compares four at a time."""
+"""Smallest number of images in a batch, because HSIC1 compares four images at a time."""
 
 
 def gram(x_ND: Tensor) -> Tensor:
-    """Return XX' of any features, a row for each image, with zeros on its diagonal."""
+    """Return the Gram matrix XX' of features (a row for each image), with zeros on its diagonal."""
     x_ND = x_ND.flatten(1).to(torch.float64, copy=True)
     x_ND -= x_ND.mean(0)
     return (x_ND @ x_ND.T).fill_diagonal_(0)
@@ -40,8 +40,8 @@ def _hsic(size: int, traces: Tensor, crossed: Tensor, sums: Tensor) -> Tensor:
 
 
 def cka(cross: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """Return CKA from HSIC1 (..., L, M) and the HSIC1 of each layer with itself, (..., L) and
-    (..., M). Constant features and noise give nan (the HSIC1 with itself is not positive)."""
+    """Return CKA from HSIC1 (..., L, M) and the HSIC1 of each layer with itself, (..., L) and (...,
+    M). Constant features and noise give nan, because their HSIC1 with itself is not positive."""
     both = one.clamp_min(0).unsqueeze(-1) * other.clamp_min(0).unsqueeze(-2)
     return torch.where(both > 0, cross / both.sqrt(), torch.nan)
 

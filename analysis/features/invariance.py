@@ -28,7 +28,7 @@ SHIFTS, QUICK_SHIFTS = (*range(1, 17),), (1, 2, 4, 8, 16)
 DIRECTIONS = {"right": (0, 1), "left": (0, -1), "down": (1, 0), "up": (-1, 0)}
 CROPS = (0.9, 0.8, 0.7, 0.6, 0.5)
 ORDER = 0
-"""Seed of the permuted pixels."""
+"""Seed of the pixel permutation."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,15 @@ class Change:
     of: Callable[[Tensor], Tensor]
     """Function from images (B, C, H, W) to images of the same shape."""
     change: str = "unchanged"
-    """Name in tables and figures."""
+    """Name of the change in tables and figures."""
     amount: float = 0.0
-    """Pixels of a shift; remaining fraction of the side for a crop."""
+    """Pixels of a shift, or remaining fraction of the side for a crop."""
     direction: str = ""
 
 
 def changes(size: int, *, quick: bool = False) -> Iterator[Change]:
-    """Yield the changes of images of this size, first no change. `quick` has fewer shifts."""
+    """Yield the changes for images of this size. The first one changes nothing. `quick` has fewer
+    shifts."""
     yield Change("none", Tensor.contiguous)
     for pixels in (each for each in (QUICK_SHIFTS if quick else SHIFTS) if each < size):
         for name, (y, x) in DIRECTIONS.items():

@@ -35,8 +35,10 @@ from pretrain.ranks.world import read_alone
 
 
 def mixings_of(model: ImageModel) -> dict[str, nn.Module]:
-    """Return modules by name: their last output in a forward pass is the output of the mixing. The
-    permutation after an RP mixing changes no product of two rows."""
+    """Return the modules whose last output in a forward pass is the output of a mixing, by name.
+
+    The permutation after an RP mixing changes no product of two rows.
+    """
     found: dict[str, nn.Module] = {}
     for block in model.modules():
         if isinstance(block, MixerBlock):
@@ -71,13 +73,14 @@ class Subject:
         return cls(place, backbone, card, mixings, backbone.augmentation(device=device))
 
     def only(self, number: int) -> "Subject":
-        """Return the subject with one of its mixings."""
+        """Return the subject with only one of its mixings."""
         name = list(self.mixings)[number]
         return replace(self, mixings={name: self.mixings[name]})
 
     @torch.no_grad()
     def run(self, images_BCHW: Tensor, take: Callable[[Tensor], Any]) -> tuple[Tensor, list[Any]]:
-        """Return the logits, and `take` of each mixing's output. Memory holds one output."""
+        """Return the logits, and the result of `take` for each mixing's output. Memory holds one
+        output at a time."""
         assert self.backbone.model is not None
         taken, last = dict[str, Any](), dict[str, Tensor]()
 
@@ -114,7 +117,7 @@ def open_subjects(
 
 @dataclass(frozen=True)
 class Images:
-    """The images that all subjects get."""
+    """The images that all models get."""
 
     dataset: str
     manifest: Manifest

@@ -26,7 +26,7 @@ from analysis.output import Result, mark
 from data_prep.errors import UserError
 from data_prep.images.lettering import legible
 from data_prep.images.sheet import PAPER
-from finetune.looks import GREY, looks, panels
+from finetune.looks import GRAY, looks, panels
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_weights
 from pretrain.tracking.pictures import (
@@ -160,6 +160,6 @@ def draw_locality(rows: pd.DataFrame) -> Figure:
         axes_of[0].set_ylabel("fraction of the neurons")
         noise = {"Gaussian noise: 3/5": (3 / 5, "--"), "uniform noise: 15/19": (15 / 19, "-.")}
         for words, (area, line) in noise.items():
-            axes_of[0].axvline(area, color=GREY, lw=0.8, ls=line, label=words)
+            axes_of[0].axvline(area, color=GRAY, lw=0.8, ls=line, label=words)
         figure.legend(*axes_of[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure

@@ -22,20 +22,20 @@ from matplotlib.figure import Figure
 from analysis.matrices.spectra import NOISE, norm, singular_values
 from analysis.output import Result, mark
 from data_prep.progress import progress
-from finetune.looks import BLUE, GREY, looks, panels
+from finetune.looks import BLUE, GRAY, looks, panels
 from pretrain.models.layers.sparse import draw_connections, largest_singular_value
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
 Case = Mapping[str, Any]
-"""Width, gamma and density of a matrix, and the shape or exponent behind them."""
+"""Width, gamma and density of a matrix, and the (C, S) or exponent that they follow from."""
 OMEGA, GAMMA = 2**19, 2.0
 SIDES = (
     (4, 360), (8, 252), (12, 203), (16, 173), (20, 152), (24, 136), (28, 124), (32, 113),
     (36, 104), (40, 96), (44, 89), (48, 83), (64, 64),
 )  # fmt: skip
-"""(C, S) of Figure 4."""
+"""(C, S) of the Mixers in Figure 4."""
 SPARSER, SPARSER_OMEGA = 1.5, 1_000
 """Values a and Omega of Figure S.1, center: m = Omega^((1 + a) / 2), p = Omega^-a."""
 EXPONENTS = tuple(n / 4 for n in range(7))
@@ -52,7 +52,7 @@ def sparse_matrix(case: Case) -> "csr_matrix":
 
 
 def _repeated(cases: Sequence[Case], *, seeds: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each case and seed of torch's generator, with the values of the laws."""
+    """Yield a row for each case and seed, with the predictions of the laws."""
     title, total = "initial matrices", len(cases) * seeds
     with progress(title, total=total, unit="matrices") as line, torch.random.fork_rng(devices=[]):
         for case, seed in product(cases, range(seeds)):
@@ -147,7 +147,7 @@ def draw_widths(rows: pd.DataFrame, *, title: str) -> Figure:
         for number, (name, label) in enumerate(measured.items()):
             _draw_over_seeds(axes, by_width[name], number, label)
         for (name, label), line in zip(LAWS.items(), ("-", ":", "--"), strict=True):
-            law, color = by_width[name].first(), GREY if name == "dense" else "black"
+            law, color = by_width[name].first(), GRAY if name == "dense" else "black"
             axes.plot(law.index, law, line, color=color, lw=1, label=label)
         axes.set(xlabel="width of the hidden layer γm", ylabel="largest singular value")
         axes.set_title(title)
@@ -156,7 +156,7 @@ def draw_widths(rows: pd.DataFrame, *, title: str) -> Figure:
 
 
 def _draw_over_seeds(axes: Axes, seeds: Any, number: int, label: str) -> None:
-    """Draw means and deviations."""
+    """Draw means and deviations over seeds."""
     means, deviations = seeds.mean(), seeds.std().fillna(0)
     style: dict[str, Any] = mark(number) | {"linestyle": "", "label": label}
     axes.errorbar(means.index, means, deviations, ms=4, capsize=2, **style)
@@ -177,7 +177,7 @@ def draw_sparser(spectra: pd.DataFrame, largest: pd.DataFrame) -> Figure:
         center.legend()
         for number, (omega, own) in enumerate(largest.groupby("omega")):
             _draw_over_seeds(right, own.groupby("a").sigma_max, number, f"Ω = {omega:,}")
-        right.axhline(2, color=GREY, lw=1, label="dense matrix (a = 0) in the limit: 2")
+        right.axhline(2, color=GRAY, lw=1, label="dense matrix (a = 0) in the limit: 2")
         right.set(xlabel="a", ylabel="largest singular value", ylim=(0, None))
         right.set_title("γ = 1, m = Ω^((1+a)/2), p = Ω^-a")
         right.legend(loc="upper left")

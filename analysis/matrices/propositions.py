@@ -46,7 +46,7 @@ def commutation(tokens: int, channels: int) -> Array:
 
 
 def equivalences(*, draws: int = 40) -> pd.DataFrame:
-    """Return the largest difference between both sides for random X, W and V."""
+    """Return the largest error of both identities for each draw of random X, W and V."""
     generator, rows = np.random.default_rng(0), []
     for number in range(draws):
         tokens, channels = (int(side) for side in generator.integers(1, 13, 2))

@@ -34,15 +34,15 @@ from analysis.matrices.weights import Array, Matrix, checkpoints_of, steps_of
 from analysis.output import Result, draw_band
 from data_prep.errors import UserError
 from data_prep.images.lettering import legible
-from finetune.looks import COLOURS, GREY, MARKERS, looks, panels
+from finetune.looks import COLORS, GRAY, MARKERS, looks, panels
 from pretrain.models.layers.sparse import largest_singular_value
 
 NOISE = 1e-7
 LONGEST_SIDE = 4096
-"""Side of the largest Gram matrix: 134 MB of float64, three times. Larger matrices get only their
-largest singular value."""
+"""Longest side of a Gram matrix: three of them take 134 MB of float64 each. Larger matrices get
+only their largest singular value."""
 LARGEST_DENSE = 4096 * 4096
-"""Entries of the largest sparse matrix that is made dense before it is multiplied."""
+"""Largest number of entries of a sparse matrix that is made dense before it is multiplied."""
 
 
 def spectra(places: list[Path], *, quick: bool, device: torch.device) -> Result:
@@ -175,7 +175,7 @@ def draw(rows: pd.DataFrame) -> dict[str, Figure]:
         "drift": "drift from the initial",
     }
     figures = {"": draw_lines(rows, titles, x="block")}
-    figures[""].axes[1].axhline(1, color=GREY, lw=0.8)
+    figures[""].axes[1].axhline(1, color=GRAY, lw=0.8)
     trained = rows[rows.groupby("run").step.transform("nunique") > 2]
     if len(trained):
         figures["training"] = draw_lines(trained, {"sigma_max": titles["sigma_max"]}, x="step")
@@ -186,7 +186,7 @@ def draw_lines(rows: pd.DataFrame, titles: Mapping[str, str], *, x: str) -> Figu
     """Draw a panel for each column. A color is a run, a marker is a kind of matrix. Over blocks:
     the run's last step, and its initial weights in a pale color. Over steps: the mean and range
     over all blocks."""
-    colors = dict(zip(rows.run.unique(), cycle(COLOURS), strict=False))
+    colors = dict(zip(rows.run.unique(), cycle(COLORS), strict=False))
     markers = dict(zip(rows.name.unique(), cycle(MARKERS), strict=False))
     pale: dict[str, Any] = {"ls": ":", "alpha": 0.4}
     last = rows.groupby("run").step.transform("max")
@@ -208,8 +208,8 @@ def draw_lines(rows: pd.DataFrame, titles: Mapping[str, str], *, x: str) -> Figu
         for run, color in colors.items():
             axes[0].plot([], [], color=color, label=legible(run))
         for name, marker in markers.items():
-            axes[0].plot([], [], marker, color=GREY, label=name)
+            axes[0].plot([], [], marker, color=GRAY, label=name)
         if is_initial.any():
-            axes[0].plot([], [], color=GREY, label="initial", **pale)
+            axes[0].plot([], [], color=GRAY, label="initial", **pale)
         figure.legend(loc="outside lower center", ncols=3 if len(titles) > 1 else 2)
     return figure

@@ -29,7 +29,7 @@ from analysis.matrices.propositions import check_propositions
 from analysis.matrices.spectra import LARGEST_DENSE, draw_lines, singular_values
 from analysis.matrices.weights import Array, checkpoints_of, steps_of
 from analysis.output import Result
-from finetune.looks import GREY
+from finetune.looks import GRAY
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.models.spec import SparseMlpSpec, nearest_divisor
 
@@ -46,7 +46,7 @@ def distance(weight: Array | Tensor, form: str, *, out: Grid, into: Grid) -> flo
 
 
 def slices_of(weight: Array | Tensor, form: str, *, out: Grid, into: Grid) -> Tensor:
-    """Return the matrices that get rank 1: (number, rows, columns)."""
+    """Return the matrices to approximate with rank 1, as (number, rows, columns)."""
     whole = torch.as_tensor(weight).double().reshape(*out, *into)  # s, c, h, v
     if form == "monarch":
         return whole.permute(1, 2, 0, 3).reshape(out[1] * into[0], out[0], into[1])
@@ -126,7 +126,7 @@ def draw(rows: pd.DataFrame) -> Figure:
     titles = {form: f"to the nearest {form.capitalize()} matrix" for form in FORMS}
     figure = draw_lines(shown, titles, x="block")
     for axes in figure.axes:
-        axes.axhline(1, color=GREY, lw=0.8)
+        axes.axhline(1, color=GRAY, lw=0.8)
     figure.axes[0].set_ylabel("distance / random distance")
     figure.axes[1].sharey(figure.axes[0])
     return figure

@@ -39,7 +39,7 @@ class Matrix:
     block: int | None
     """None for the stem, widening layers and the head."""
     weight: "Array | csr_matrix"
-    """(outputs, inputs); a Monarch layer has a stack of them."""
+    """Weights (outputs, inputs). A Monarch layer has a stack of such matrices."""
     copies: int
 
 
@@ -65,8 +65,8 @@ def matrices_of(model: ImageModel, card: ModelCard) -> Iterator[Matrix]:
 
 
 def initial_model(opened: Checkpoint) -> ImageModel | None:
-    """Return the model as its run built it from the seed. None for imported weights, and for runs
-    that began with other weights."""
+    """Return the model with the initial weights of its run, built from the seed. None for imported
+    weights, and for runs that started from other weights."""
     run_dir, card = opened.run_dir, opened.card
     run = read_run(run_dir) if run_dir else None
     if run is None or run.record.parents or run.record.seed is None:

@@ -25,9 +25,9 @@ class Experiment:
     command: str = ""
     """Complete command of another program."""
     reason: str = ""
-    """Reason for missing plans and commands."""
+    """Reason why plans and commands are missing."""
     printed: str = ""
-    """Numbers in the paper."""
+    """Numbers that the paper prints."""
 
 
 WIDTHS = "widths --omega 10^8 --gamma 1"

@@ -46,7 +46,7 @@ class Section:
     images: list[dict[str, object]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     origins: dict[str, list[tuple[Row, dict[str, str]]]] = field(default_factory=dict)
-    """Rows of each plan with their settings, printed rows first."""
+    """Sources of each plan, with their settings. Settings that the paper prints come first."""
 
     @property
     def state(self) -> str:

@@ -50,20 +50,20 @@ EXECUTION = (
     *("command", "seed", "seeds", "local_batch_size", "include_plain", "model.storage"),
     *("feature_*", "features", "features_dir", "cache_gb", "tolerance"),
 )
-"""Patterns of settings that need no row, because they only decide how and where a run executes."""
+"""Patterns of settings that need no row, because they affect only the execution of a run."""
 
 
 class Row(Settings):
     section: str | None = Field(None, examples=["C.4"])
-    """Place in the paper; null for a chosen value."""
+    """Section of the paper; null for our choices."""
     reason: str | None = Field(None, examples=["not printed; the default of torch.optim.AdamW"])
-    """Reason of a choice; null for a printed value."""
+    """Reason of our choice; null for printed values."""
     settings: dict[str, Any]
-    """Values by setting, or by several settings separated by commas."""
+    """Values by setting. A key can also be several settings, separated by commas."""
     where: dict[str, Any] = Field(default_factory=dict)
-    """Required settings of a member: a value, or a list of possible values."""
+    """Condition for a member: settings, each with a value or a list of possible values."""
     note: str = ""
-    """Other readings of the paper."""
+    """Remark about other readings of the paper."""
 
     @property
     def origin(self) -> str:
@@ -75,12 +75,12 @@ class Row(Settings):
 
 
 Member = Mapping[str, Any]
-"""Settings of one run by dotted name."""
+"""Settings of one run, by dotted name."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """One key of a row, and the runs of the plan whose settings the row decides."""
+    """One key of a row, and the runs whose setting the row decides."""
 
     row: Row
     key: str
@@ -92,7 +92,7 @@ class Origin:
 
     @property
     def values(self) -> list[Any]:
-        """Distinct values in the order of the members."""
+        """Distinct values, in the order of the members."""
         found = []
         for member in self.members:
             values = [member[name] for name in self.names]
@@ -191,7 +191,8 @@ def _has(member: Member, name: str, wanted: Any) -> bool:
 
 
 def differences(plan: Plan) -> list[str]:
-    """Return the settings without a row, and the rows with other values than the plan."""
+    """Return a message for each setting that no row explains, each value that differs from its
+    row, and each row of the plan without effect."""
     (own, shared), members = rows_of_plan(plan), members_of(plan)
     decisions = [_decisions(member, own, shared) for member in members]
     origins = _origins([*own, *shared], members, decisions)

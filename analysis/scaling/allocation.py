@@ -21,9 +21,9 @@ NUM_BUDGETS, NUM_NEAR, FEWEST_SIZES = 7, 5, 4
 class Allocation(Estimate):
     compute_K: Array = field(kw_only=True)
     best: Mapping[str, Array] = field(kw_only=True)
-    """Best parameters, and images or samples, at each compute."""
+    """Best number of parameters, and best number of images or samples, at each compute."""
     lines: Mapping[str, Array] = field(kw_only=True)
-    """Exponent and intercept."""
+    """Exponent and intercept of each fitted line."""
 
 
 def _allocation(log_compute_K: Array, logs: Mapping[str, Array]) -> Allocation:
@@ -50,7 +50,8 @@ class IsoFlop:
     budgets_K: Array
     sizes_P: Array
     errors_KP: Array
-    """Errors interpolated on the frontier of each size; NaN outside its range of compute."""
+    """Error of each size at each compute, interpolated on the frontier of the size. NaN outside the
+    range of the frontier."""
     parabolas_K3: Array
     """Coefficients of log error in log P, the square first; NaN with too few known sizes."""
     allocation: Allocation | str

@@ -14,7 +14,7 @@ from analysis.output import draw_band, mark
 from analysis.scaling.allocation import Allocation, IsoFlop, around_least
 from analysis.scaling.laws import Estimate, band_of, interval_of
 from analysis.scaling.study import VARIABLES, Study
-from finetune.looks import GREY, format_power, panels, set_log_ticks
+from finetune.looks import GRAY, format_power, panels, set_log_ticks
 
 BLACK = "#222222"
 COMPUTE = "C: 3 x MACs x samples"
@@ -22,7 +22,7 @@ LABELS = {"parameters": "P: parameters", "images": "N: different images"}
 
 
 def draw(studies: Sequence[Study]) -> dict[str, Figure]:
-    """Draw all figures. Callers open `looks`."""
+    """Draw all figures. Call it inside `with looks(...)`, which sets the plot style."""
     figures = {"compute": _draw_compute(studies)}
     if any(each.used[name].any() for each in studies for name in ("size", "data")):
         figures["size-data"] = _draw_size_and_data(studies)
@@ -47,7 +47,7 @@ def _draw_compute(studies: Sequence[Study]) -> Figure:
                 EngFormatter(places=1)(size) if size and number % -(-len(sizes) // 6) == 0 else None
             )
             axis.scatter(compute[own], sample.errors_N[own], s=9, lw=0, label=label, **style)
-        axis.step(compute[on], sample.errors_N[on], where="post", color=GREY, lw=0.8, zorder=0)
+        axis.step(compute[on], sample.errors_N[on], where="post", color=GRAY, lw=0.8, zorder=0)
         _draw_law(axis, each, "compute", compute, color=BLACK)
         axis.set_title(f"{sample.name}\n{_formula(each.drawn['compute'])}")
         _scale(axis, COMPUTE)
@@ -144,7 +144,7 @@ def _scale(axis: Axes, label: str, value: str = "error", *, legend_above: bool =
     axis.set(xlabel=label, ylabel=value)
     if not axis.has_data():
         axis.set(xticks=[], yticks=[])
-        axis.text(0.5, 0.5, "no points", transform=axis.transAxes, ha="center", color=GREY)
+        axis.text(0.5, 0.5, "no points", transform=axis.transAxes, ha="center", color=GRAY)
         return
     axis.set(xscale="log", yscale="log")
     set_log_ticks(axis.xaxis, most=3)

@@ -44,7 +44,7 @@ class Term:
     exponent: str
     within: Literal["", "offset", "repeats"] = ""
     name: str = ""
-    """Parameter inside u."""
+    """Name of the parameter inside u."""
 
     def inside(self, points: Points, value_B1: Array) -> tuple[Array, Array]:
         """Return u, and its derivative with respect to the parameter inside it."""

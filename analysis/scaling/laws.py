@@ -36,19 +36,21 @@ NOUNS = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """A law on some points of one target."""
+    """A law fitted to some points of one target."""
 
     num_points: int
     parameters: Mapping[str, Array]
     """Values of each parameter: for the measured errors, then for each set of resampled errors."""
     fit: Fit | None = None
     aicc: float = np.nan
-    """AICc from the number of runs (checkpoints of a run are not independent). The noise counts as
-    a parameter."""
+    """AICc for the number of runs, because checkpoints of a run are not independent. The noise
+    counts as a parameter."""
     beyond: float = np.nan
-    """Root mean square of predicted / measured - 1 at the largest size, from a fit without it."""
+    """Root mean square of predicted / measured - 1 at the largest size, for a fit without this
+    size."""
     at_bounds: Mapping[str, float] = field(default_factory=dict)
-    """1 for a parameter at an end of its range, otherwise the fraction of such resamples."""
+    """For each parameter: 1 if its fit is at an end of its range, otherwise the fraction of
+    resampled fits at an end."""
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield a row for each parameter."""
@@ -134,7 +136,7 @@ def _resampled_errors(sample: Sample, fitted_N: Array, spare: int, count: int) -
 
 
 def _needed(law: Law) -> dict[str, int]:
-    """Return the least number of different values of each variable."""
+    """Return the number of different values that each variable needs."""
     if len(law.terms) == 1:
         return {law.terms[0].variable: law.num_parameters}
     lengths = {"epochs": 2} if "repeats" in law.shape.values() else {}
@@ -142,7 +144,8 @@ def _needed(law: Law) -> dict[str, int]:
 
 
 def _lack(law: Law, sample: Sample) -> str:
-    """Return the reason why the points cannot fix the law with one to spare, or ""."""
+    """Return the reason why the points are too few for the law and one spare point; empty if they
+    suffice."""
     spare = int(len(law.terms) == 1)
     counts = [
         (sample.num_different(name), NOUNS[name], needed + spare)

@@ -14,7 +14,7 @@ from data_prep.errors import UserError
 
 COLUMNS = ("compute", "parameters", "images", "epochs", "samples")
 FEWEST_RUNS = 4
-"""Fewer runs fix no law."""
+"""Smallest number of runs for a law."""
 MIXERS = ("mixer", "smixer")
 PROPORTIONAL = 1.1
 """Greatest ratio of C / (P N T) among points whose compute is proportional to P N T."""
@@ -22,7 +22,7 @@ HELD = (
     *("kind", "optimizer", "lr", "weight_decay", "global_batch_size", "augmented"),
     *("own_augmented", "num_views", "family"),
 )
-"""Columns that are equal in all points of a law."""
+"""Columns with equal values in all points of a law."""
 SAME_T = 0.01
 """Tolerance for equal numbers of epochs, because runs end with a complete batch."""
 
@@ -35,7 +35,7 @@ class Sample:
     points: Points
     errors_N: Array
     runs_N: NDArray[np.int64]
-    """The pretraining of each point."""
+    """Number of the pretraining run of each point."""
     kind: str = ""
 
     @property
@@ -48,7 +48,7 @@ class Sample:
 
     @property
     def disproportion(self) -> str:
-        """Reason why compute is not proportional to P N T, or ""."""
+        """Reason why compute is not proportional to P N T; empty if it is."""
         if self.kind in MIXERS:
             return "a Mixer uses each weight many times, so compute is not proportional to P N T"
         cost = self.points["compute"] / (self.points["parameters"] * self.points["samples"])
@@ -58,7 +58,8 @@ class Sample:
         return f"C / (P N T) varies by {ratio:.2f}" if ratio > PROPORTIONAL else ""
 
     def frontier(self, counted_N: NDArray[np.bool_] | bool = True) -> NDArray[np.bool_]:
-        """Return the counted points that have less error than all points of less compute."""
+        """Return the counted points whose error is less than the error of all points with less
+        compute."""
         errors_N = np.where(counted_N, self.errors_N, np.inf)
         least_N = np.minimum.accumulate(errors_N)
         return np.asarray(errors_N < np.concatenate([[np.inf], least_N[:-1]]))

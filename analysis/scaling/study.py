@@ -40,11 +40,11 @@ class Study:
     compute (frontier), size, data, sum and allocation (one number of epochs), repeats and isoFLOP
     (all epochs)."""
     rows: pd.DataFrame
-    """A row for each parameter of each form."""
+    """One row for each parameter of each form of each law."""
     used: Mapping[str, NDArray[np.bool_]]
-    """The points of each law in P, N and C."""
+    """For the laws in P, N and C: the points that each law uses."""
     epochs: float
-    """Epochs T of the allocation and of the law `sum`."""
+    """Number of epochs T of the allocation and of the law `sum`."""
     isoflop: IsoFlop | str
 
 

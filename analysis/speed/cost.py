@@ -38,7 +38,7 @@ class Model(NamedTuple):
     name: str
     spec: AnySpec
     bytes_per_weight: int = 4
-    """Bytes of a weight; 8 with a mask entry."""
+    """Bytes of a weight; 8 if its mask entry is included."""
     paper_memory: str = ""
     paper_flops: str = ""
     paper_epoch_s: float | None = None

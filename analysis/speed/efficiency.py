@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from analysis.output import Result, mark
-from finetune.looks import GREY, looks, panels, set_log_ticks
+from finetune.looks import GRAY, looks, panels, set_log_ticks
 from pretrain.engine.step import DTYPES, working_in
 from pretrain.models.build import build_model
 from pretrain.models.cost import Cost, cost_of
@@ -63,7 +63,7 @@ class Conditions(NamedTuple):
     batch_size: int
     num_rounds: int
     seconds: float
-    """Least duration of one measurement, which has at least one forward pass."""
+    """Shortest duration of one measurement, which has at least one forward pass."""
 
 
 def efficiency(conditions: Conditions) -> Result:
@@ -186,14 +186,14 @@ def draw(rows: pd.DataFrame, conditions: Conditions) -> Figure:
             axes.plot(macs[number], row.images_per_s, **style, label=row.paper_label)
             published = row.paper_giga_multiply_adds, row.paper_images_per_s
             axes.plot(*published, **style, fillstyle="none")
-        dashed: dict[str, Any] = {"color": GREY, "linestyle": "--", "linewidth": 0.7}
+        dashed: dict[str, Any] = {"color": GRAY, "linestyle": "--", "linewidth": 0.7}
         here = f"measured, {conditions.device} {conditions.dtype}"
         for rates, fill, name in (
             (rows.images_per_s, "full", here),
             (rows.paper_images_per_s, "none", "paper, A5000"),
         ):
             axes.plot(macs, rates[0] * macs[0] / macs, **dashed)
-            axes.plot([], [], "o", color=GREY, fillstyle=fill, label=name)
+            axes.plot([], [], "o", color=GRAY, fillstyle=fill, label=name)
         axes.plot([], [], **dashed, label=f"MACs/s of {rows.paper_label[0]}")
         axes.set(xscale="log", yscale="log", xlabel="MACs of an image (G)")
         set_log_ticks(axes.xaxis)

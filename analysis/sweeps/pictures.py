@@ -11,12 +11,12 @@ from matplotlib.figure import Figure
 from analysis.output import draw_band, mark
 from analysis.sweeps.sweep import are_numbers
 from data_prep.images.lettering import legible, short
-from finetune.looks import GREY, looks, panels, set_log_ticks
+from finetune.looks import GRAY, looks, panels, set_log_ticks
 
 
 def draw_sweep(places: pd.DataFrame, lines: pd.DataFrame, title: str) -> Figure:
-    """Draw mean and SD over seeds; the band is the binomial error of the test images. A second
-    panel shows RP minus normal, one dot per seed."""
+    """Draw mean and standard deviation over seeds. The band is the binomial error of the test
+    images. A second panel shows RP minus normal, one dot per seed."""
     facets, hues = places.facet.unique().tolist(), places.hue.unique().tolist()
     is_number = are_numbers(places.x)
     values = sorted(places.x.unique()) if is_number else places.x.unique().tolist()
@@ -44,7 +44,7 @@ def draw_sweep(places: pd.DataFrame, lines: pd.DataFrame, title: str) -> Figure:
             _set_x_ticks(each, values, is_number=is_number)
             each.set_xlabel(legible(title))
         for each in changes:
-            each.axhline(0, color=GREY, linewidth=0.6)
+            each.axhline(0, color=GRAY, linewidth=0.6)
             each.set_ylabel("RP - normal (percentage points)")
         for top, facet in zip(tops, facets, strict=True):
             top.set(title=legible(facet), ylabel="test error (%)")

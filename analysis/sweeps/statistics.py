@@ -9,7 +9,7 @@ from scipy import stats
 
 CONFIDENCE = 0.95
 FEWEST_SPARE = 4
-"""Degrees of freedom that an interval needs."""
+"""Fewest degrees of freedom for an interval."""
 Facts = dict[str, Any]
 
 

@@ -1,7 +1,7 @@
-"""Errors of many runs by a variable: one place for each panel (facet), line (hue) and x.
+"""Errors of many runs against a variable: one place for each panel (facet), line (hue) and x.
 
-A place has one result for each seed. Other differences are an error (variables other than x, hue
-and facet), because their mean has no meaning. Shapes that only swap tokens and channels are one
+A place has one result for each seed. Results at a place that differ in other variables are an
+error, because their mean has no meaning. Shapes that only swap tokens and channels have the same
 width and count once.
 """
 
@@ -27,7 +27,7 @@ OF_SHAPES = {
     *("tokens", "channels", "log_cs", "patch_size", "model", "parameters", "multiply_adds"),
     "compute",
 }
-"""Variables in which mirrored shapes differ."""
+"""Variables in which shapes with swapped tokens and channels differ."""
 LENGTHS = {"epochs", "compute", "samples", "step"}
 TITLES = {
     "width": "width m",
@@ -119,7 +119,7 @@ def _check_place(place: pd.DataFrame, x: str, axes: Names) -> None:
         names += [axis for axis in axes if axis != "name" and _differs(rows, axis)]
         raise UserError(
             x or "--hue",
-            f"{' and '.join(rows.run.iloc[[0, -1]])} are at the same place"
+            f"{' and '.join(rows.run.iloc[[0, -1]])} have the same x, line and panel"
             f" and differ in {', '.join(names) or 'no variable'}",
             f"give --hue or --facet {names[0]}" if names else "remove one of them",
             code="conflict",
@@ -140,7 +140,9 @@ def places_of(
         data = data[data.task == task]
     if data.empty:
         tasks = ", ".join(sorted(results.task.unique())) or "none"
-        raise UserError("--task", "no result has an accuracy", f"tasks: {tasks}", code="empty")
+        raise UserError(
+            "--task", "no result has an accuracy", f"choose one of {tasks}", code="empty"
+        )
     if not LENGTHS & {x, *hue, *facet}:
         data = last_of_each_run(data)
     data = grouped(data, x, hue, facet)
@@ -179,8 +181,8 @@ def places_of(
 
 
 def lines_of(places: pd.DataFrame, x: str) -> pd.DataFrame:
-    """Return for each line Kendall's tau against a width, with p corrected for the number of lines,
-    or the optimum against ln(C / S)."""
+    """Return a row of statistics for each line: Kendall's tau with Holm-corrected p for widths, the
+    optimum for ln(C / S)."""
     lines = []
     for (facet, hue), own in places.groupby(["facet", "hue"], sort=False):
         statistics = {}

@@ -11,7 +11,7 @@ from data_prep.errors import UserError
 from pretrain.models.cost import tokens_for, widest_side
 
 LEAST = 4
-"""Least number of tokens, and of channels."""
+"""Smallest number of tokens, and of channels."""
 
 
 def widths(omegas: Mapping[str, float], gamma: float) -> Result:

@@ -14,10 +14,10 @@ from finetune.looks import looks
 
 NOTES = (
     (
-        "A cell has our top-1 in percent / the paper's number / the gap in percentage points. Ours"
-        " is the mean over the runs of the last recipe, with the sample deviation and the number n"
-        " of seeds or folds. +N counts skipped finished runs: other recipes, or earlier runs of a"
-        " seed. ReaL labels need source.real."
+        "A cell has our top-1 in percent / the paper's number / the gap in percentage points. For"
+        " several seeds or folds, our number is their mean, with the sample deviation and the"
+        " number n. +N counts skipped finished runs: other recipes, or earlier runs of a seed. ReaL"
+        " labels need source.real."
     ),
     (
         "DA: crop, flip, auto-augment, erasing or mixing is on; for a linear probe, augmented"
@@ -35,9 +35,9 @@ class Page(NamedTuple):
     title: str
     source: str
     cells: pd.DataFrame
-    """Texts of the cells; the index has the names of the rows."""
+    """Text of each cell; the index has the names of the rows."""
     kinds: pd.DataFrame
-    """Key of `COLORS` for each cell."""
+    """Color of each cell, as a key of `COLORS`."""
 
     @property
     def heading(self) -> str:
@@ -45,7 +45,7 @@ class Page(NamedTuple):
 
     @property
     def lines(self) -> list[list[str]]:
-        """Texts of the header, then of the rows."""
+        """Texts of the header, then of each row."""
         rows = zip(self.cells.index, self.cells.to_numpy().tolist(), strict=True)
         return [["", *self.cells.columns], *([name, *cells] for name, cells in rows)]
 
@@ -91,7 +91,8 @@ def markdown(cells: pd.DataFrame) -> str:
 
 
 def with_runs(cells: pd.DataFrame) -> pd.DataFrame:
-    """Return our table and the papers' tables with a run, or all tables if no table has a run."""
+    """Return our table and the papers' tables that have a run. If no table has a run, return all
+    tables."""
     has_run = cells["mean"].notna().groupby(cells.table).transform("any")
     shown = cells[has_run] if has_run.any() else cells
     return shown.sort_values("source", key=lambda source: source != "", kind="stable")

@@ -26,32 +26,32 @@ COLUMNS = {
 JUDGED_ON = {
     each: "test" if each in ("cifar10", "cifar100", "stl10") else "val" for each in COLUMNS
 }
-"""The official split of each benchmark."""
+"""Split on which each benchmark is evaluated officially."""
 Method = Literal["scratch", "tune", "probe", "tta", "knn"]
 
 
 class Row(NamedTuple):
     name: str
     top1: tuple[float, ...] = ()
-    """Accuracies of the first columns."""
+    """Accuracies in the first columns of the table."""
     method: Method | None = None
-    """None if the paper cites the numbers."""
+    """Training method; None if the paper cites the numbers."""
     model: AnySpec | None = None
     is_augmented: bool = True
     """True if the pretraining, or the training from scratch, has augmentation."""
     length: str = ""
-    """Length of a training from scratch; "" for any."""
+    """Length of a training from scratch; empty for any length."""
     public_epochs: int | None = None
     """Epochs of the published weights; None for 400 epochs of pretraining."""
     stds: tuple[float, ...] = ()
-    """Deviations for the first columns."""
+    """Standard deviations in the first columns of the table."""
 
 
 class Table(NamedTuple):
     title: str
     source: str
     plan: str
-    """Plan in configs/plan/ for the runs."""
+    """Plan in configs/plan/ that trains the runs."""
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     decimals: int = 1

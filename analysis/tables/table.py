@@ -67,7 +67,7 @@ def _by_numbers(name: str) -> list[str]:
 
 
 def entries_of(results: pd.DataFrame) -> pd.DataFrame:
-    """Return one row for each accuracy, with the names of its column and row."""
+    """Return one row for each accuracy, with the names of its column and line in the table."""
     data = last_of_each_run(results)
     data = data[data.method.notna() & data.error.notna()]
     words = ["benchmark", "target", "model", "length", "start", "split", "fold"]

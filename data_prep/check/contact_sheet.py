@@ -11,7 +11,7 @@ from PIL import Image
 from data_prep.check.stored import each_picture
 from data_prep.errors import UserError
 from data_prep.images import decode, resize
-from data_prep.images.sheet import LabelledPicture, draw_sheet
+from data_prep.images.sheet import LabeledPicture, draw_sheet
 from data_prep.manifest import load_index, load_manifest
 from data_prep.remote import Storage
 
@@ -34,7 +34,7 @@ def contact_sheet(
     num_samples = sum(part.num_samples for part in chosen)
     draws = np.random.Philox(np.random.SeedSequence(seed)).random_raw(num_samples)
     positions = np.sort(np.argsort(draws, kind="stable")[:count])
-    found: list[tuple[int, LabelledPicture]] = []
+    found: list[tuple[int, LabeledPicture]] = []
     start = 0
     for part in chosen:
         rows = positions[(positions >= start) & (positions < start + part.num_samples)] - start
@@ -51,7 +51,7 @@ def contact_sheet(
                     interpolation=manifest.interpolation,
                 )
                 name = manifest.classes[label] if 0 <= label < len(manifest.classes) else "no label"
-                found.append((label, LabelledPicture(picture, name)))
+                found.append((label, LabeledPicture(picture, name)))
     if not found:
         fix = "choose another split"
         raise UserError(str(directory), f"{split} has no samples", fix, code="empty")

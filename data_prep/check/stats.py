@@ -77,7 +77,7 @@ def _of_split(directory: Path, manifest: Manifest, split: Split) -> dict[str, An
     picture_bytes = sum(int(load_index(directory, shard)[:, 1].sum()) for shard in split.shards)
     return {
         "samples": split.num_samples,
-        "unlabelled": split.num_unlabelled,
+        "unlabeled": split.num_unlabeled,
         "shards": len(split.shards),
         "picture_bytes": picture_bytes,
         "tar_bytes": sum(shard.num_bytes for shard in split.shards),

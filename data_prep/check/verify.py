@@ -66,7 +66,7 @@ class Faults:
 class ShardFindings:
     faults: Faults
     class_counts: NDArray[np.int64]
-    num_unlabelled: int = 0
+    num_unlabeled: int = 0
 
 
 @dataclass(frozen=True)
@@ -142,15 +142,15 @@ def _split_faults(
     expected: _Expected, name: str, split: Split, found: Iterator[ShardFindings]
 ) -> Faults:
     faults = Faults()
-    counts, num_unlabelled = np.zeros(expected.num_classes, np.int64), 0
+    counts, num_unlabeled = np.zeros(expected.num_classes, np.int64), 0
     for findings in found:
         faults.extend(findings.faults)
         counts += findings.class_counts
-        num_unlabelled += findings.num_unlabelled
+        num_unlabeled += findings.num_unlabeled
     if tuple(counts.tolist()) != split.class_counts:
         faults.add(f"split {name}: the class counts of its shards differ from the manifest")
-    if num_unlabelled and sum(split.class_counts):
-        faults.add(f"split {name}: {num_unlabelled} samples have no label, but others have one")
+    if num_unlabeled and sum(split.class_counts):
+        faults.add(f"split {name}: {num_unlabeled} samples have no label, but others have one")
     for key in split.annotations:
         with _noting(faults, expected.directory):
             load_annotation(expected.directory, split, key)
@@ -183,7 +183,7 @@ def check_shard(expected: _Expected, shard: Shard) -> ShardFindings:
     with _noting(faults, directory):
         index = _index(directory, shard)
         labels = index[:, 2]
-        findings.num_unlabelled = int((labels == -1).sum())
+        findings.num_unlabeled = int((labels == -1).sum())
         valid = labels[(labels >= 0) & (labels < num_classes)]
         findings.class_counts += np.bincount(valid, minlength=num_classes)
     with (

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.check.stored import each_shard, stored_key, tar_content
-from data_prep.choose.hashes import DTYPE, Hashes, same_colours, shard_hashes
-from data_prep.choose.neighbours import MAX_NEAR, near_pairs
+from data_prep.choose.hashes import DTYPE, Hashes, same_colors, shard_hashes
+from data_prep.choose.neighbors import MAX_NEAR, near_pairs
 from data_prep.errors import Code, UserError
 from data_prep.manifest import REJECTED_NAME, Manifest, Shard, load_index, load_manifest, load_paths
 from data_prep.publish import make_directory
@@ -149,7 +149,7 @@ def compare(hashes: Hashes, *, near: int | None, first: int) -> tuple[Ids, NDArr
     left = _join_equal_bits(hashes, left, like, distance)
     bits = np.ascontiguousarray(hashes["bits"][left])
     a, b, apart = near_pairs(bits, near=near, first=int(np.searchsorted(left, first)))
-    same = same_colours(hashes["colours"], left[a], left[b])
+    same = same_colors(hashes["colors"], left[a], left[b])
     pairs = (left[a[same]].tolist(), left[b[same]].tolist(), apart[same].tolist())
     for low, high, bits_apart in zip(*pairs, strict=True):
         if like[low] < 0 and like[high] < 0:
@@ -169,7 +169,7 @@ def _join_equal_bits(hashes: Hashes, left: Ids, like: Ids, distance: NDArray[np.
         is_head = head == remaining
         firsts.append(remaining[is_head])
         same = ~is_head
-        same[same] = same_colours(hashes["colours"], head[same], remaining[same])
+        same[same] = same_colors(hashes["colors"], head[same], remaining[same])
         like[remaining[same]], distance[remaining[same]] = head[same], 0
         remaining = remaining[~is_head & ~same]
     return np.sort(np.concatenate(firsts))

@@ -5,7 +5,7 @@
 - `bits`: a 64-bit perceptual hash, from the discrete cosine transform of the 32 x 32 luma. It has
   the signs of the 64 lowest frequencies except the mean. Low frequencies survive JPEG, resizing and
   changes of brightness.
-- `colours`: the mean colors of a 4 x 4 grid as int8, scaled to mean 0 and spread 1. They confirm
+- `colors`: the mean colors of a 4 x 4 grid as int8, scaled to mean 0 and spread 1. They confirm
   matches of `bits`, which also match by chance or if only the color differs.
 
 `plain` images are compared only by pixels: images of nearly one color, and line art, text or digits
@@ -31,11 +31,11 @@ from data_prep.publish import write_atomic
 from data_prep.remote import Storage
 
 Hashes = NDArray[np.void]
-DTYPE = np.dtype([("pixels", "<u8", 2), ("bits", "<u8"), ("colours", "i1", 48), ("plain", "?")])
+DTYPE = np.dtype([("pixels", "<u8", 2), ("bits", "<u8"), ("colors", "i1", 48), ("plain", "?")])
 VERSION = 2
 """Version of the fingerprints. Cached hashes of another version are not used."""
 NUM_BITS, SIDE, GRID = 64, 32, 4
-SAME_COLOURS = 0.95
+SAME_COLORS = 0.95
 """Correlation of the grids. Re-encoding (quality 20), halving and a crop of 3 % stay above 0.96,
 different images below 0.84."""
 PLAIN_SPREAD = 3.0
@@ -44,7 +44,7 @@ FLAT_SHARE, FLAT_LEVELS, INK_SPREAD = 0.3, 5, 3.0
 """Line art has two properties. At least this fraction of its pixels is within FLAT_LEVELS
 neighboring gray levels. Its colors are on one line between ground and ink: their standard deviation
 across the line is below INK_SPREAD (255 levels)."""
-_COLOUR_SCALE = 18.0  # 48 values of mean 0 and spread 1 are within +-7
+_COLOR_SCALE = 18.0  # 48 values of mean 0 and spread 1 are within +-7
 _BATCH = 256
 
 
@@ -91,15 +91,15 @@ def picture_hashes(pictures: list[Image.Image]) -> Hashes:
         (luma.std(axis=(1, 2)) < PLAIN_SPREAD) | (spread < PLAIN_SPREAD) | _is_line_art(luma, rgb)
     )
     normal = (grid - grid.mean(axis=1, keepdims=True)) / np.maximum(spread, PLAIN_SPREAD)[:, None]
-    hashes["colours"] = np.rint(normal * _COLOUR_SCALE).astype(np.int8)
+    hashes["colors"] = np.rint(normal * _COLOR_SCALE).astype(np.int8)
     return hashes
 
 
 def _is_line_art(luma: NDArray[np.float64], rgb: NDArray[np.float64]) -> NDArray[np.bool_]:
-    colours = rgb.reshape(len(rgb), -1, 3)
-    centred = colours - colours.mean(axis=1, keepdims=True)
+    colors = rgb.reshape(len(rgb), -1, 3)
+    centered = colors - colors.mean(axis=1, keepdims=True)
     variances = np.linalg.eigvalsh(
-        centred.transpose(0, 2, 1) @ centred / centred.shape[1]
+        centered.transpose(0, 2, 1) @ centered / centered.shape[1]
     )  # ascending
     return (_flat_share(luma) >= FLAT_SHARE) & (variances[:, 1] < INK_SPREAD**2)
 
@@ -115,15 +115,15 @@ def _flat_share(luma: NDArray[np.float64]) -> NDArray[np.float64]:
     return most / levels.shape[1]
 
 
-def same_colours(
-    colours: NDArray[np.int8], a: NDArray[np.int64], b: NDArray[np.int64]
+def same_colors(
+    colors: NDArray[np.int8], a: NDArray[np.int64], b: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
     """Return True for each pair (a[i], b[i]) whose grids agree."""
     same = np.empty(len(a), np.bool_)
     for start in range(0, len(a), 1 << 17):
         part = slice(start, start + (1 << 17))
-        x, y = colours[a[part]].astype(np.float32), colours[b[part]].astype(np.float32)
-        same[part] = (x * y).sum(1) >= SAME_COLOURS * np.sqrt((x * x).sum(1) * (y * y).sum(1))
+        x, y = colors[a[part]].astype(np.float32), colors[b[part]].astype(np.float32)
+        same[part] = (x * y).sum(1) >= SAME_COLORS * np.sqrt((x * x).sum(1) * (y * y).sum(1))
     return same
 
 

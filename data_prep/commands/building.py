@@ -14,6 +14,7 @@ from data_prep.catalog import ARCHIVES, BY_HAND, CATALOG
 from data_prep.commands import add_verb, counted, settings_of
 from data_prep.exit_codes import FAILED, OK
 from data_prep.explain import Verbs
+from data_prep.interrupts import ANSWERED
 from data_prep.manifest import REJECTED_NAME, Manifest, load_rejected
 from data_prep.settings import S, dump
 
@@ -34,7 +35,6 @@ REMEDIES = {
     "not_a_file": "replace the links by files, or remove them",
     "not_an_image": "remove files that are no images, or convert them to JPEG or PNG",
     "unsupported": "convert them to 8-bit RGB",
-    "too_many_pixels": "make them smaller, or raise max_pixels if there is enough memory",
     "too_large": "make them smaller",
     "no_image": "set image_member=ENDING to the member of the image (image.png for KEY.image.png)",
     "several_images": "set image_member=ENDING to choose one (rgb.png for KEY.rgb.png)",
@@ -111,7 +111,7 @@ def _add_fetch(verbs: Verbs) -> None:
     words = f"folder of archives (default: {ARCHIVES}, which the configs use)"
     fetch.add_argument("--out", type=Path, default=ARCHIVES, metavar="DIR", help=words)
     source = fetch.add_mutually_exclusive_group()
-    words = "web folder with the same files, instead of the official address, which is untried"
+    words = "web folder with the same files, instead of the official address"
     source.add_argument("--mirror", metavar="URL", help=words)
     words = "file that you have downloaded, or its folder"
     source.add_argument("--from", dest="copy_from", type=Path, metavar="FILE", help=words)
@@ -135,7 +135,8 @@ def _fetch(options: argparse.Namespace) -> int:
             print(line, flush=True)
         settings = CATALOG[name].build_settings(archives)
     words = [f"{key}={value}" for key, value in settings.items()]
-    print(f"next: {shlex.join(['data_prep', 'build', '--out', f'data/{name}', *words])}")
+    if ANSWERED not in os.environ:  # `pretrain recommend` builds without being asked
+        print(f"next: {shlex.join(['data_prep', 'build', '--out', f'data/{name}', *words])}")
     return OK
 
 

@@ -121,8 +121,8 @@ def _stats(options: argparse.Namespace) -> int:
     )
     if found["left_out"]:
         print(f"skipped: {counted(found['left_out'])}")
-    heads: tuple[str, ...] = ("split", "samples", "unlabelled", "shards", "pictures MB", "tars MB")
-    columns = ("samples", "unlabelled", "shards")
+    heads: tuple[str, ...] = ("split", "samples", "unlabeled", "shards", "pictures MB", "tars MB")
+    columns = ("samples", "unlabeled", "shards")
     rows = [
         (
             name,
@@ -133,15 +133,15 @@ def _stats(options: argparse.Namespace) -> int:
     ]
     print_table(heads, rows)
     heads = ("per class", "classes", *SPREAD, "max/min")
-    labelled = {name: split for name, split in found["splits"].items() if split["classes"]}
+    labeled = {name: split for name, split in found["splits"].items() if split["classes"]}
     print_table(
         heads,
         [
             (name, each["classes"], *each["per_class"].values(), each["imbalance"])
-            for name, each in labelled.items()
+            for name, each in labeled.items()
         ],
     )
-    for name, split in labelled.items():
+    for name, split in labeled.items():
         most, least = (
             ", ".join(f"{label} {count:,}" for label, count in split[end])
             for end in ("largest", "smallest")

@@ -157,10 +157,10 @@ def _dedup(options: argparse.Namespace) -> int:
     for part in found.parts:
         num_lost = int(((part.start <= found.positions) & (found.positions < part.stop)).sum())
         if num_lost > MANY * (part.stop - part.start):
+            less = "" if options.exact else " A smaller --max-hamming, or --exact, drops less."
             print(
                 f"data_prep: the list drops {num_lost / (part.stop - part.start):.1%} of "
-                f"{part.split}. Look at some pairs in it before you use it. A smaller "
-                "--max-hamming, or --exact, drops less.",
+                f"{part.split}. Look at some pairs in it before you use it.{less}",
                 file=sys.stderr,
             )
     if options.out is not None:

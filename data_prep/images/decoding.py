@@ -24,7 +24,7 @@ from PIL.PngImagePlugin import MAX_TEXT_CHUNK
 from PIL.TiffImagePlugin import TiffImageFile
 
 from data_prep.images.codecs import Header, decode_coded
-from data_prep.images.colour import rawmode_of, to_rgb
+from data_prep.images.color import rawmode_of, to_rgb
 from data_prep.images.jpeg import (
     Frame,
     decode_jpeg,
@@ -182,7 +182,8 @@ def check_tiles(image: Image.Image) -> None:
         left, top, right, bottom = extents or (0, 0, side, side)
         if not (0 <= left <= right <= side and 0 <= top <= bottom <= side):
             raise Rejection(
-                "damaged", f"pixels at {extents} of an image of {image.width} x {image.height}"
+                "damaged",
+                f"a tile at {extents} lies outside the image of {image.width} x {image.height}",
             )
 
 

@@ -18,7 +18,7 @@ INK, QUIET, PAPER = (28, 28, 30), (112, 112, 118), (255, 255, 255)
 
 
 @dataclass(frozen=True)
-class LabelledPicture:
+class LabeledPicture:
     picture: Image.Image
     label: str
     """One line or more."""
@@ -48,7 +48,7 @@ def save_sheet(sheet: Image.Image, path: Path) -> None:
     write_atomic(path, buffer.getvalue())
 
 
-def draw_sheet(cells: list[LabelledPicture], *, title: str, facts: str) -> Image.Image:
+def draw_sheet(cells: list[LabeledPicture], *, title: str, facts: str) -> Image.Image:
     size = cells[0].picture.width
     side = size * max(1, -(-CELL // size))
     columns = min(len(cells), max(4, min(10, round(len(cells) ** 0.5 * 1.2))))

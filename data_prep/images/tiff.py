@@ -11,12 +11,12 @@ from PIL import Image
 from PIL import TiffImagePlugin as Tiff
 from PIL.TiffImagePlugin import TiffImageFile
 
-from data_prep.images.colour import MODES, unknown_levels
+from data_prep.images.color import MODES, unknown_levels
 from data_prep.images.rejection import Rejection
 
 _JPEG, _WHITE_IS_ZERO, _CMYK, _YCBCR, _SEPARATE = 7, 0, 5, 6, 2
 """Values of tags: a compression, photometric interpretations, a planar configuration."""
-_GREY: Final = ("1", "L", "I;16", "I;16B")
+_GRAY: Final = ("1", "L", "I;16", "I;16B")
 
 
 def decode_tiff(data: bytes, image: TiffImageFile) -> Image.Image:
@@ -26,7 +26,7 @@ def decode_tiff(data: bytes, image: TiffImageFile) -> Image.Image:
     """
     import imagecodecs
 
-    tags, mode = image.tag_v2, "L" if image.mode in _GREY else image.mode
+    tags, mode = image.tag_v2, "L" if image.mode in _GRAY else image.mode
     for offsets, lengths in (
         (Tiff.STRIPOFFSETS, Tiff.STRIPBYTECOUNTS),
         (Tiff.TILEOFFSETS, Tiff.TILEBYTECOUNTS),

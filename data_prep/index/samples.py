@@ -187,7 +187,7 @@ def _picture(sample: StockSample, plan: IndexPlan) -> Member:
         )
     if sample.num_runs > 1:
         raise Rejection(
-            "interleaved", f"its members are in {sample.num_runs} places with others between them"
+            "interleaved", f"the members of this sample are not adjacent ({sample.num_runs} groups)"
         )
     pictures = _pictures(sample, plan)
     listed = " ".join(f".{printable(suffix)}" for suffix in sorted(suffixes))

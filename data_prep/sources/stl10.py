@@ -1,7 +1,7 @@
 """STL-10, binary version: stl10_binary.tar.gz as downloaded, or its folder stl10_binary.
 
 Pixels are stored channel by channel and column by column. Labels count from 1 in the files and from
-0 in datasets; the 100,000 images of the split `unlabelled` have -1. The annotation `folds` of
+0 in datasets; the 100,000 images of the split `unlabeled` have -1. The annotation `folds` of
 `train` has a column for each of the ten folds of 1,000 images.
 """
 
@@ -20,7 +20,7 @@ from data_prep.sources.records import Batch, Records, RecordSource
 
 _SIDE: Final = 96
 _STRIDE: Final = 3 * _SIDE * _SIDE
-_SPLITS: Final = {"train_X.bin": "train", "test_X.bin": "test", "unlabeled_X.bin": "unlabelled"}
+_SPLITS: Final = {"train_X.bin": "train", "test_X.bin": "test", "unlabeled_X.bin": "unlabeled"}
 _LABELS: Final = {"train_X.bin": "train_y.bin", "test_X.bin": "test_y.bin"}
 _CLASSES, _FOLDS = "class_names.txt", "fold_indices.txt"
 _NUM_FOLDS: Final = 10
@@ -41,8 +41,8 @@ class Stl10Settings(Settings):
     kind: Literal["stl10"]
     path: str = Field(examples=["downloads/stl10_binary.tar.gz"])
     """stl10_binary.tar.gz as downloaded, or the folder that it unpacks to."""
-    unlabelled: bool = True
-    """Add the 100,000 images without labels as the split `unlabelled`."""
+    unlabeled: bool = True
+    """Add the 100,000 images without labels as the split `unlabeled`."""
     md5: Md5Policy = "published"
 
 
@@ -88,7 +88,7 @@ class Stl10Source(RecordSource, of=Stl10Settings):
         return {
             name: split
             for name, split in _SPLITS.items()
-            if self.settings.unlabelled or name in _LABELS
+            if self.settings.unlabeled or name in _LABELS
         }
 
     def _folds(self) -> NDArray[np.bool_]:

@@ -7,6 +7,7 @@ same samples. Nothing is unpacked: an image is a range of bytes of the outermost
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -47,8 +48,8 @@ class SynsetSource(Source):
             return list(walk_files(place))
         file, num_bytes = _file_of(self.root, container), container.num_bytes or None
         found = _visible(file, place, start=container.offset, num_bytes=num_bytes)
-        if len({member.name for member in found}) < len(found):
-            raise damaged(place, "holds a name twice")
+        if repeated := [name for name, n in Counter(m.name for m in found).items() if n > 1]:
+            raise damaged(place, f"contains two files named {repeated[0]}")
         return [(member.name, member.offset, member.num_bytes) for member in found]
 
     def read(self, entry: Entry) -> bytes:

@@ -32,7 +32,7 @@ JPEG_QUALITY = 90
 BEGUN_NAME = "begun.json"
 SPLIT_NUMBERS = {"train": 0, "val": 1}
 SHAPES = ("disc", "square", "triangle", "ring", "cross", "bar")
-COLOURS = {"red-cyan": 0.0, "orange-azure": 0.125, "lime-violet": 0.25, "green-rose": 0.375}
+COLORS = {"red-cyan": 0.0, "orange-azure": 0.125, "lime-violet": 0.25, "green-rose": 0.375}
 QUADRANTS = {"nw": (-0.5, -0.5), "ne": (0.5, -0.5), "sw": (-0.5, 0.5), "se": (0.5, 0.5)}
 
 Pixels = NDArray[np.float64]
@@ -42,7 +42,7 @@ class Look(NamedTuple):
     """The three attributes that name a class."""
 
     shape: str
-    colour: str
+    color: str
     quadrant: str
 
     @property
@@ -53,7 +53,7 @@ class Look(NamedTuple):
 def class_set(name: str, *, num_classes: int) -> tuple[Look, ...]:
     """Return the first looks of a set, in a fixed mixed order, so few classes differ in all
     attributes."""
-    combinations = itertools.product(enumerate(SHAPES), enumerate(COLOURS), enumerate(QUADRANTS))
+    combinations = itertools.product(enumerate(SHAPES), enumerate(COLORS), enumerate(QUADRANTS))
     parity = {"a": 0, "b": 1}[name]
     looks = [Look(s, c, q) for (i, s), (j, c), (k, q) in combinations if (i + j + k) % 2 == parity]
     order = np.random.Generator(np.random.Philox(20240)).permutation(len(looks))
@@ -65,7 +65,7 @@ def picture_bytes(look: Look, *, split: str, number: int, size: int, seed: int) 
     identity = [
         seed,
         SHAPES.index(look.shape),
-        list(COLOURS).index(look.colour),
+        list(COLORS).index(look.color),
         list(QUADRANTS).index(look.quadrant),
     ]
     sequence = np.random.SeedSequence([*identity, SPLIT_NUMBERS[split], number])
@@ -170,13 +170,11 @@ def draw(look: Look, *, size: int, generator: np.random.Generator) -> NDArray[np
     for _ in range(generator.integers(1, 3)):
         shape = SHAPES[generator.integers(len(SHAPES))]
         hue = float(generator.uniform())
-        centre = generator.uniform(-0.9, 0.9, 2)
-        _paint(canvas, shape, hue, centre, float(generator.uniform(0.10, 0.16)), generator)
-    centre = np.array(QUADRANTS[look.quadrant]) + generator.uniform(-0.12, 0.12, 2)
-    hue = (
-        COLOURS[look.colour] + 0.5 * int(generator.integers(2)) + float(generator.normal(0, 0.012))
-    )
-    _paint(canvas, look.shape, hue, centre, float(generator.uniform(0.40, 0.55)), generator)
+        center = generator.uniform(-0.9, 0.9, 2)
+        _paint(canvas, shape, hue, center, float(generator.uniform(0.10, 0.16)), generator)
+    center = np.array(QUADRANTS[look.quadrant]) + generator.uniform(-0.12, 0.12, 2)
+    hue = COLORS[look.color] + 0.5 * int(generator.integers(2)) + float(generator.normal(0, 0.012))
+    _paint(canvas, look.shape, hue, center, float(generator.uniform(0.40, 0.55)), generator)
     light = 1 + generator.uniform(-0.25, 0.25) * x + generator.uniform(-0.25, 0.25) * y
     noise = generator.normal(0, generator.uniform(0.01, 0.06), canvas.shape)
     image = canvas * light[..., None] + noise
@@ -193,8 +191,8 @@ def _clouds(x: Pixels, y: Pixels, generator: np.random.Generator) -> Pixels:
     knots = np.array([-1.0, 0.0, 1.0])
     along_x = (1 - np.abs(x[0][:, None] - knots)).clip(min=0)
     along_y = (1 - np.abs(y[:, 0][:, None] - knots)).clip(min=0)
-    colours = generator.uniform(0.0, 1.0, (3, 3, 3))
-    canvas: Pixels = np.einsum("ya,xb,abc->yxc", along_y, along_x, colours)
+    colors = generator.uniform(0.0, 1.0, (3, 3, 3))
+    canvas: Pixels = np.einsum("ya,xb,abc->yxc", along_y, along_x, colors)
     return canvas
 
 
@@ -202,7 +200,7 @@ def _paint(
     canvas: Pixels,
     shape: str,
     hue: float,
-    centre: Pixels,
+    center: Pixels,
     radius: float,
     generator: np.random.Generator,
 ) -> None:
@@ -210,12 +208,12 @@ def _paint(
     x, y = _axes(len(canvas))
     angle = generator.uniform(0, 2 * np.pi)
     value, saturation = generator.uniform(0.45, 1.0), generator.uniform(0.7, 1.0)
-    colour = np.array(colorsys.hsv_to_rgb(hue % 1.0, saturation, value))
-    dx, dy = x - centre[0], y - centre[1]
+    color = np.array(colorsys.hsv_to_rgb(hue % 1.0, saturation, value))
+    dx, dy = x - center[0], y - center[1]
     u, v = np.cos(angle) * dx + np.sin(angle) * dy, np.cos(angle) * dy - np.sin(angle) * dx
     pixel = 2 / len(canvas)
     cover = (0.5 - _distance(shape, u / radius, v / radius) * radius / pixel).clip(0, 1)[..., None]
-    canvas += cover * (colour - canvas)
+    canvas += cover * (color - canvas)
 
 
 def _distance(shape: str, u: Pixels, v: Pixels) -> Pixels:

@@ -47,7 +47,7 @@ class TinyImageNetSettings(Settings):
     kind: Literal["tinyimagenet"]
     path: str = Field(examples=["downloads/tiny-imagenet-200.zip"])
     """The zip tiny-imagenet-200.zip as downloaded, or the folder that it unpacks to."""
-    unlabelled_test: bool = False
+    unlabeled_test: bool = False
     """Add the 10,000 test images, published without labels, as the split `test`."""
 
 
@@ -71,7 +71,7 @@ class TinyImageNetSource(Source, of=TinyImageNetSettings):
             for label, name in enumerate(classes)
         ]
         containers.append(Container("val/images", "val", stamp=stamp))
-        if self.settings.unlabelled_test:
+        if self.settings.unlabeled_test:
             containers.append(Container("test/images", "test", UNLABELLED, stamp=stamp))
         return Outline(classes=classes, containers=tuple(containers), beside=beside)
 

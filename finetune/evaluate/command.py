@@ -24,7 +24,7 @@ from pretrain.config import AugmentSettings
 from pretrain.models.imported import allow_import
 
 WORSE_BY = 0.02
-"""Loss of accuracy by views that is no longer due to chance."""
+"""A larger loss of accuracy by views is not due to chance and prints a warning."""
 
 
 def add_verbs(verbs: Verbs) -> None:

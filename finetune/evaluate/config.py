@@ -1,11 +1,11 @@
-"""Settings of `finetune evaluate`, and the evaluation that they mean. No torch is imported.
+"""Settings of `finetune evaluate`, and the evaluation that they describe. No torch is imported.
 
-Two evaluations that may differ in one prediction have different identities, hence different
-directories: nothing is overwritten. Batch size, ranks and paths are not part of an identity.
-RUN/evaluation.json holds everything that the predictions depend on, from the beginning on.
+If two evaluations could differ in a prediction, they have different identities and therefore
+different directories. Batch size, ranks and paths are not part of an identity. RUN/evaluation.json
+records everything that the predictions depend on, before the first prediction.
 
-Views use the augmentation that the user sets. The default is the crops and flips of the
-training. If the weights have no record of them, it is those of Scaling MLPs' public command.
+Views use the augmentation that the user sets. The default is the crops and flips of the training,
+or of Scaling MLPs' public command if the training is unknown.
 """
 
 import os
@@ -38,7 +38,7 @@ GEOMETRY = (
     "padding_mode",
     "flip_probability",
 )
-"""Settings that views take from the training."""
+"""Augmentation settings that views take from the training."""
 PUBLIC: dict[str, Any] = {
     "crop_scale": (0.4, 1.0),
     "crop_ratio": (1.0, 1.0),
@@ -47,7 +47,7 @@ PUBLIC: dict[str, Any] = {
 
 
 class ViewSettings(AugmentSettings):
-    """Augmentation of a view. Omitted settings are as in the training."""
+    """Augmentation of the views. A setting that is omitted has the value of the training."""
 
     @model_validator(mode="after")
     def _of_one_image(self) -> "ViewSettings":
@@ -60,7 +60,8 @@ class ViewSettings(AugmentSettings):
 
 class JudgedDataSettings(ReadingSettings):
     dataset: Address = Field(examples=["data/mine"])
-    """A dataset of `data_prep build` or `index`. All its classes must be among the checkpoint's."""
+    """Dataset of `data_prep build` or `index`. Each of its classes must be a class of the
+    checkpoint."""
     split: str = "val"
     """The split to evaluate on."""
 
@@ -69,28 +70,31 @@ class EvaluateSettings(ShortRunSettings):
     of_verb = "finetune evaluate"
     example_with: ClassVar = {"augment": "num_views=10", "include_plain": "num_views=10"}
     pretrained: str = Field(examples=["runs/mine"])
-    """A run directory, one of its checkpoints, or an imported folder."""
+    """A run directory, one of its checkpoints, or a folder of `finetune import`."""
     data: JudgedDataSettings
     run_dir: str | None = Field(None, examples=["runs/mine-views"])
-    """Directory of the results. Default: a directory in RUN/evaluations, where RUN trained the
-    weights. For a folder of weights: in FOLDER-evaluations next to it."""
+    """Directory of the results. Default: a subdirectory of RUN/evaluations, where RUN is the run
+    that trained the weights. For a folder of weights: a subdirectory of FOLDER-evaluations, next to
+    the folder."""
     num_views: int = Field(0, ge=0, le=100_000)
-    """Test-time augmentation: predict the mean softmax over this many augmented views of each
-    image; 0 uses the plain image. Each image is decoded once."""
+    """Test-time augmentation: number of augmented views of each image. The prediction is the mean
+    softmax over the views; 0 uses the plain image. Each image is decoded once."""
     include_plain: bool = False
-    """Average over the plain image, too, as the first view."""
+    """Include the plain image in the mean, as the first view."""
     augment: ViewSettings = ViewSettings()
-    """Augmentation of the views (needs num_views). Default: the crops and flips of the training.
-    If it had none: those of the public code, a square crop of 0.4 to 1 of the area and flips.
-    Settings that you omit keep their defaults."""
+    """Augmentation of the views (needs num_views). Default: the crops and flips of the training. If
+    it had none: square crops of 0.4 to 1 of the area and flips, as in the public code of Scaling
+    MLPs. Settings that you omit keep their defaults."""
     seed: int = Field(0, ge=0)
-    """Seed of the views. A view depends only on the seed, its number and the image."""
+    """Random seed of the views. A view depends only on the seed, the number of the view and the
+    image."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the forward pass. Softmax and scores are in fp32 or above."""
+    """Precision of the forward pass. Softmax and scores use at least fp32."""
     local_batch_size: int = Field(512, ge=1)
-    """Images of one forward pass on one rank."""
+    """Number of images in a forward pass on each rank."""
     tracking: TrackingSettings = TrackingSettings()
-    """Default: the tracking database and experiment of the run of the weights, as its child."""
+    """Tracking of the evaluation. Default: a child run of the run that trained the weights, in the
+    same tracking database and experiment."""
 
     @model_validator(mode="after")
     def _views_are_asked_for(self) -> "EvaluateSettings":
@@ -108,20 +112,21 @@ class EvaluateSettings(ShortRunSettings):
 
     @property
     def view_numbers(self) -> tuple[int | None, ...]:
-        """Numbers of the views; None is the plain image."""
+        """Numbers of the views. None means the plain image."""
         plain = (None,) if self.include_plain or self.num_views == 0 else ()
         return (*plain, *range(self.num_views))
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The settings with augmentation, run directory and tracking, the dataset, and the weights."""
+    """An evaluation: complete settings (augmentation, run directory, tracking), dataset and
+    weights."""
 
     settings: EvaluateSettings
     manifest: Manifest
     checkpoint: Checkpoint
     augment_from: str | None = None
-    """Source of the augmentation; None without views."""
+    """Description of the source of the augmentation; None without views."""
 
     @classmethod
     def of(
@@ -131,7 +136,7 @@ class Evaluation:
         verify: bool = True,
         checkpoint: Checkpoint | None = None,
     ) -> "Evaluation":
-        """`verify`: compare the weights with their hash, unless a checkpoint is given."""
+        """`verify`: check the weights against their hash. A given `checkpoint` is not checked."""
         manifest = load_manifest(settings.data.directory)
         check_split(manifest, settings.data.split, directory=settings.data.dataset)
         checkpoint = checkpoint or Checkpoint.open(settings.pretrained, verify=verify)
@@ -150,7 +155,7 @@ class Evaluation:
 
     @cached_property
     def _training_data(self) -> dict[str, Any]:
-        """The section `data` of the run of the weights."""
+        """The `data` settings of the run that trained the weights."""
         run = self.checkpoint.run_dir
         return dict(read_yaml(run / CONFIG_FILE).get("data") or {}) if run else {}
 
@@ -197,8 +202,8 @@ class Evaluation:
         return place / "-".join(words)
 
     def _tracking(self) -> TrackingSettings:
-        """Return the tracking settings, by default those of the run of the weights, because only
-        its database knows the parent."""
+        """Return the tracking settings. The default is the database of the run of the weights,
+        because only this database knows that run."""
         wanted, base = self.settings.tracking, self.checkpoint.run_dir or self.checkpoint.home
         known, changes = RunIdentity.known(base), dict[str, str]()
         if known is None and not wanted.uri and "MLFLOW_TRACKING_URI" not in os.environ:
@@ -214,7 +219,8 @@ class Evaluation:
         return finished_result(self.run_dir) if is_ours else None
 
     def plain_top1(self) -> float | None:
-        """Return the accuracy on plain images if the run of the weights recorded it."""
+        """Return the accuracy on plain images if the run of the weights recorded it, otherwise
+        None."""
         run, data = self.checkpoint.run_dir, self._training_data
         if run is None or self.card.pixels_hash != self.manifest.pixels_hash:
             return None
@@ -235,13 +241,14 @@ class Evaluation:
         if self.settings.data.split not in splits:
             return None
         place = f"{self.settings.data.dataset}, {self.settings.data.split}"
-        return f"{place}: the model was trained on these images: this is no test accuracy"
+        return f"{place}: the model was trained on these images, so this is not a test accuracy"
 
 
 def is_evaluated(settings: EvaluateSettings) -> bool:
-    """True if `run_dir` holds this evaluation, finished, of the weights that are there now.
+    """True if `run_dir` holds this evaluation, finished with the present weights.
 
-    If weights or images are gone, the record decides. No large file is read.
+    If weights or images no longer exist, the record of the evaluation decides. No large file is
+    read.
     """
     assert settings.run_dir is not None
     run_dir = Path(settings.run_dir)
@@ -262,7 +269,8 @@ def _content_of(dataset: str) -> str | None:
 
 
 def choose_views(wanted: ViewSettings, run_dir: Path | None) -> tuple[ViewSettings, str]:
-    """Return the augmentation and its source. `run_dir`: the run of the weights."""
+    """Return the augmentation of the views and a description of its source. `run_dir`: the run that
+    trained the weights."""
     named = {name: getattr(wanted, name) for name in sorted(wanted.model_fields_set)}
     base, source = PUBLIC, "the public command's, for the training's is not known"
     if run_dir is not None and (trained := _training_augmentation(run_dir)) is not None:

@@ -95,7 +95,8 @@ def answer(
     local_batch_size: int,
     world: World,
 ) -> Answers | None:
-    """Return the rows of all ranks, on the first rank. The view None is the plain image."""
+    """Return the rows of all ranks on the first rank, None on other ranks. The view None is the
+    plain image."""
     PROGRESS.mark(f"predicting {reader.parts[0].split}")
     group, device = PatientGroup(), augmentation.device
     moments = () if list(views) == [None] else moments_up_to(len(views))
@@ -132,13 +133,14 @@ def answer(
 
 
 def moments_up_to(num_views: int) -> tuple[int, ...]:
-    """Return 1, 2, 5, 10, 20, 50, ... and the last number."""
+    """Return the numbers of views after which scores are recorded: 1, 2, 5, 10, 20, 50, ..., and
+    the last number."""
     steps = [base * 10**power for power in range(len(str(num_views))) for base in (1, 2, 5)]
     return (*(step for step in steps if step < num_views), num_views)
 
 
 class _Mean:
-    """The mean softmax of one batch over its views, and its predictions at each moment."""
+    """Mean softmax over the views of one batch, and its predictions after each of `moments`."""
 
     def __init__(self, labels_B: Tensor, moments: tuple[int, ...]):
         self._labels_B1, self._moments, self.num_views = labels_B.unsqueeze(1), moments, 0
@@ -161,7 +163,7 @@ class _Mean:
             self._losses.append(self._loss())
 
     def rows(self) -> tuple[Tensor, ...]:
-        """Return the columns of `Answers`, from the labels on."""
+        """Return the columns of `Answers` from `labels_N` on."""
         mean_BK = self._sum_BK / self.num_views
         tops_BA = self._ranked_BK.topk(min(NUM_ANSWERS, mean_BK.shape[1]), dim=1).indices
         return (
@@ -185,7 +187,8 @@ def _views(
     views: Sequence[int | None],
     num_threads: int,
 ) -> Iterator[tuple[Batch, Tensor]]:
-    """All views of a batch, then those of the next one. On a CPU, threads make views ahead."""
+    """Yield all views of a batch, then all views of the next batch. On a CPU, threads compute views
+    in advance."""
     if augmentation.device.type == "cuda":
         for batch in batches:
             for view in views:

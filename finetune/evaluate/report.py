@@ -34,7 +34,7 @@ from finetune.evaluate.scoring import (
     predictions_by_class,
     scores_of,
 )
-from finetune.looks import BLUE, GREY, RED, looks, save
+from finetune.looks import BLUE, GRAY, RED, looks, save
 from finetune.session import register
 from pretrain.checkpoints.run import save_result
 from pretrain.data.reader import ShardReader
@@ -44,10 +44,11 @@ from pretrain.tracking.run_tags import target_of
 from pretrain.tracking.tracker import Tracker
 
 NUM_CONFUSED, NUM_EXTREME, NUM_NAMED = 30, 10, 20
-"""Pairs of classes, worst and best classes, and undecodable images in a result."""
+"""Numbers of class pairs, of worst and best classes, and of undecodable images in a result."""
 ROWS_PER_GROUP = 65_536
 MOST_NAMED, MOST_SHOWN, NUM_BLOCKS = 40, 200, 100
-"""Largest numbers of classes with names and with a cell each; blocks of more classes."""
+"""Largest number of classes with names and with one cell each in the confusion matrix. More classes
+are merged into NUM_BLOCKS blocks."""
 
 
 def report(
@@ -152,7 +153,8 @@ def write_predictions(
     classes: Sequence[str],
     facts: Mapping[str, str],
 ) -> None:
-    """Write a row for each image. `classes`: the model's names; `facts`: metadata of the file."""
+    """Write a row for each image. `classes`: class names of the model; `facts`: metadata of the
+    file."""
     names, tops_NA = pa.array(classes, pa.string()), answers.answers_NA
     tops, places = pa.array(tops_NA.ravel(), pa.int32()), reader.names(answers.samples_N)
     ends = pa.array(np.arange(len(answers) + 1) * tops_NA.shape[1], pa.int32())
@@ -196,7 +198,7 @@ def draw(
 
 
 def draw_confusion(confusion: pd.DataFrame, names: Sequence[str], *, title: str) -> Figure:
-    """Draw a row for each true class; the color is the fraction of the row."""
+    """Draw a row for each true class. The color is the fraction of the images of this class."""
     size = len(names)
     num_blocks = size if size <= MOST_SHOWN else NUM_BLOCKS
     counts = confusion_matrix(confusion, names, size=num_blocks)
@@ -230,6 +232,6 @@ def draw_calibration(bins: pd.DataFrame, *, title: str) -> Figure:
     above.plot([0, 1], [0, 1], color="black", linestyle=":", label="confidence = accuracy")
     above.set(title=title, ylabel="accuracy", ylim=(0, 1))
     above.legend(loc="upper left")
-    below.bar(edges, bins["count"], width, align="edge", color=GREY)
+    below.bar(edges, bins["count"], width, align="edge", color=GRAY)
     below.set(ylabel="images", xlabel="confidence: probability of the prediction", xlim=(0, 1))
     return figure

@@ -15,35 +15,35 @@ from pretrain.data.order import Ids
 
 Floats = NDArray[np.float64]
 NUM_BINS = 15
-"""Bins of the confidence, for the calibration error."""
+"""Number of confidence bins for the calibration error."""
 OTHER = "(other)"
-"""Name of a prediction that is no class of the dataset."""
+"""Name of all predictions that are not classes of the dataset."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Labels and predictions as the model's class numbers, one row for each sample."""
+    """Labels and predictions, as class numbers of the model. One row for each sample."""
 
     samples_N: Ids
     labels_N: Ids
     answers_NA: Ids
-    """The most probable first."""
+    """Predicted classes, the most probable first."""
     probabilities_NA: Floats
     losses_N: Floats
-    """Negative log of the probability of the label, averaged over views."""
+    """Negative log of the label's probability. The probability is averaged over views."""
     entropies_N: Floats
-    """Entropy of all probabilities, in nats."""
+    """Entropy of the predicted probabilities, in nats."""
     squares_N: Floats
-    """Sum of the squares of all probabilities."""
+    """Sum of the squared probabilities."""
     answers_NM: Ids
-    """The most probable class at each moment."""
+    """The most probable class after each number of views in `moments`."""
     losses_NM: Floats
     moments: tuple[int, ...] = ()
-    """Numbers of views after which the running mean is noted."""
+    """Numbers of views after which the predictions of the running mean are recorded."""
 
     @classmethod
     def of_ranks(cls, shares: Sequence["Answers"], *, num_samples: int, num_bad: int) -> "Answers":
-        """Join the shares of all ranks, and check that each sample is in them once."""
+        """Join the rows of all ranks, and check that each sample occurs once."""
         samples = np.concatenate([share.samples_N for share in shares])
         order = np.argsort(samples, kind="stable")
         columns = {
@@ -68,7 +68,7 @@ COLUMNS = tuple(field.name for field in fields(Answers) if field.name != "moment
 
 
 def scores_of(answers: Answers) -> dict[str, float]:
-    """Return the scores by their names in a result."""
+    """Return the scores as {name in result.json: value}."""
     bins = calibration(answers.probabilities_NA[:, 0], answers.is_right)
     # squared distance between probabilities and truth, summed over classes: between 0 and 2
     brier = answers.squares_N - 2 * np.exp(-answers.losses_N) + 1
@@ -100,10 +100,8 @@ def calibration(confidences_N: Floats, right_N: NDArray[np.bool_]) -> pd.DataFra
 def predictions_by_class(
     answers: Answers, *, names: Sequence[str], numbers: Sequence[int]
 ) -> pd.DataFrame:
-    """Return label, prediction and scores of each sample, as class names of the dataset.
-
-    `numbers`: the model's number of each class of the dataset.
-    """
+    """Return label, prediction and scores of each sample, with class names of the dataset.
+    `numbers`: the model's class number for each class of the dataset."""
     name_of = pd.Series(names, index=numbers)
     return pd.DataFrame(
         {
@@ -117,7 +115,7 @@ def predictions_by_class(
 
 
 def confusion_of(predictions: pd.DataFrame) -> pd.DataFrame:
-    """Return (label, answer, count) of each pair that occurs, the most frequent first."""
+    """Return (label, prediction, count) of each pair that occurs, the most frequent first."""
     pairs = predictions.groupby(["label", "answer"]).size().reset_index(name="count")
     return pairs.sort_values("count", ascending=False, kind="stable", ignore_index=True)
 
@@ -137,9 +135,10 @@ def classes_of(
 
 
 def confusion_matrix(confusion: pd.DataFrame, names: Sequence[str], *, size: int) -> Floats:
-    """Return counts of `size` blocks of neighboring classes; a last column has other predictions.
+    """Return counts, with neighboring classes merged into `size` blocks. The last column counts
+    predictions that are not classes of the dataset.
 
-    The column is missing if all predictions are classes of the dataset.
+    This column is missing if there are no such predictions.
     """
     block_of = {name: place * size // len(names) for place, name in enumerate(names)}
     rows, columns = (confusion[name].map(block_of).fillna(size) for name in ("label", "answer"))
@@ -149,7 +148,7 @@ def confusion_matrix(confusion: pd.DataFrame, names: Sequence[str], *, size: int
 
 
 def curve_of(answers: Answers) -> list[dict[str, Any]]:
-    """Return top-1 and loss at each moment."""
+    """Return top-1 and loss after each number of views in `moments`."""
     top1_M = (answers.answers_NM == answers.labels_N[:, None]).mean(axis=0).tolist()
     columns = (answers.moments, top1_M, answers.losses_NM.mean(axis=0).tolist())
     return [

@@ -68,7 +68,7 @@ def _export(options: argparse.Namespace) -> int:
         if fault is not None:
             problem = f"{out} holds this export, but {fault}"
             raise UserError("out", problem, "choose another out", code="damaged")
-        print(f"{out}: exported before, and complete")
+        print(f"{out}: exported before; the export is complete")
         return _push(settings)
     for graph in settings.graphs:
         missing = [name for name in LIBRARIES[graph] if importlib.util.find_spec(name) is None]
@@ -122,5 +122,5 @@ def _push(settings: ExportSettings) -> int:
                 private=settings.private,
                 obsolete=(ONNX, f"{ONNX}.data", PT2),
             )
-        print(f"{pushed}: one commit; others use it as pretrained={HUB}{settings.push_to}")
+        print(f"{pushed}: one commit. Use it as pretrained={HUB}{settings.push_to}")
     return OK

@@ -30,27 +30,29 @@ class ExportSettings(Settings):
     of_verb = "finetune export"
     example_with: ClassVar = {"revision": "push_to=USER/NAME", "private": "push_to=USER/NAME"}
     pretrained: str = Field(examples=["runs/mine"])
-    """A run, one of its checkpoints, an imported folder, or an export."""
+    """A run directory, one of its checkpoints, an imported folder, or an export."""
     out: str = Field(examples=["exports/mine"])
-    """Directory to write. It appears only when it is complete. A directory with other content is
-    not changed."""
+    """Output directory. It appears only after all its files are complete. An existing directory
+    with other content is not changed."""
     formats: tuple[Format, ...] = Field(("timm", "onnx", "torch"), min_length=1)
-    """timm: model.safetensors, config.json and a model card, which are always written; onnx:
-    model.onnx; torch: model.pt2."""
+    """Formats to write. timm: model.safetensors, config.json and a model card (always written).
+    onnx: model.onnx. torch: model.pt2."""
     with_preprocessing: bool = False
-    """Graphs take decoded images (uint8, batch x height x width x channels) and normalize them.
-    Otherwise they take normalized float32 images (batch x channels x height x width)."""
+    """Input of the exported graphs. true: decoded images (uint8, batch x height x width x
+    channels), which the graph normalizes. false: normalized float32 images (batch x channels x
+    height x width)."""
     license: str = Field("unknown", pattern=r"^[a-z0-9][a-z0-9.-]*$")
-    """License of the weights for the model card, in the hub's spelling, for example apache-2.0."""
+    """License of the weights for the model card, as an identifier of the Hugging Face hub, for
+    example apache-2.0."""
     results_from: str | None = Field(None, examples=["runs"])
-    """Directory with evaluations, probes and tunings of these weights, for the model card. Default:
-    the directory that contains the run."""
+    """Directory with evaluations, probes and fine-tuning runs of these weights. The model card
+    lists their results. Default: the directory that contains the run."""
 
     push_to: str | None = Field(None, examples=["user/mine"])
-    """Repository USER/NAME on the Hugging Face hub that gets the export as one commit. The push
-    creates it if necessary. Log in with `hf auth login` or HF_TOKEN."""
+    """Hugging Face repository USER/NAME that gets the export as one commit. A missing repository is
+    created. Log in with `hf auth login` or HF_TOKEN."""
     revision: str | None = Field(None, examples=["v2"])
-    """Branch of the commit. Default: main."""
+    """Branch that gets the commit. Default: main."""
     private: bool = True
     """Create a private repository. If true, a push to a public repository fails."""
     record: RecordSettings = RecordSettings()
@@ -75,7 +77,7 @@ class ExportSettings(Settings):
         return tuple(each for each in ("onnx", "torch") if each in self.formats)
 
     def identity(self, *, weights_sha256: str) -> dict[str, Any]:
-        """Return the facts that two equal exports share; `request` in export.json."""
+        """Return the facts that identify an export; `request` in export.json."""
         return {
             "weights_sha256": weights_sha256,
             "formats": ["timm", *self.graphs],
@@ -84,7 +86,7 @@ class ExportSettings(Settings):
         }
 
     def is_begun(self, checkpoint: Checkpoint | None) -> bool:
-        """True if `out` holds this export. Fail if it holds something else."""
+        """True if `out` holds this export, complete or not. Fail if `out` holds something else."""
         request = self.identity(weights_sha256=checkpoint.sha256) if checkpoint else {}
         return is_output(
             Path(self.out), request, record=RECORD, key="request", kind="an export", field="out"
@@ -92,7 +94,7 @@ class ExportSettings(Settings):
 
 
 def is_exported(settings: ExportSettings) -> bool:
-    """True if `out` has an export of the weights that are there now, or of weights since gone."""
+    """True if `out` has an export of the present weights, or of weights that no longer exist."""
     has_record = (Path(settings.out) / RECORD).exists()
     checkpoint = Checkpoint.found(settings.pretrained) if has_record else None
     return settings.is_begun(checkpoint) if checkpoint or not has_record else True

@@ -117,7 +117,7 @@ def _write_graphs(directory: Path, model: ImageModel, facts: Facts) -> dict[str,
     example = next(x for x in inputs if len(x) == 2)  # torch takes a batch of 1 for a constant
     metadata = {
         "input": input_name(settings),
-        "normalised_inside": settings.with_preprocessing,
+        "normalized_inside": settings.with_preprocessing,
         "image_size": card.image_size,
         "mean": list(card.channel_mean),
         "std": list(card.channel_std),
@@ -137,7 +137,7 @@ def _write_graphs(directory: Path, model: ImageModel, facts: Facts) -> dict[str,
 
 
 def record(facts: Facts, checks: dict[str, Agreement]) -> dict[str, Any]:
-    """Return export.json, without paths of this machine."""
+    """Return the content of export.json, without paths of this machine."""
     card, sizes = facts.card, list(graphs.BATCH_SIZES)
     versions = {"python": platform.python_version()}
     for name in LIBRARIES:

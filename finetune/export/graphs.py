@@ -26,20 +26,21 @@ from pretrain.models.layers.sparse import MaskedLinear, SparseLinear
 
 BATCH_SIZES = (1, 2, 5)
 TOLERANCE = 1e-4
-"""Largest difference, relative to the largest logit. Rounding is 100 times smaller."""
+"""Largest accepted difference, relative to the largest logit. Rounding errors are 100 times
+smaller."""
 MOST_DENSE_BYTES = 16 << 30
 
 
 class Agreement(NamedTuple):
-    """Largest differences over all trial inputs."""
+    """Largest differences between a graph and the model, over all trial inputs."""
 
     max_abs: float
     max_rel: float
-    """Relative to the largest logit of the batch."""
+    """Largest difference, relative to the largest logit of the batch."""
 
 
 class FromPictures(nn.Module):
-    """Logits of decoded uint8 images."""
+    """Model that takes decoded uint8 images and returns logits."""
 
     mean: Tensor
     std: Tensor
@@ -57,7 +58,7 @@ class FromPictures(nn.Module):
 
 
 def dense(model: ImageModel, *, label: str) -> ImageModel:
-    """Return the model, or a copy with dense layers for sparse ones."""
+    """Return the model, or a copy in which dense layers replace the sparse ones."""
     sparse = MaskedLinear | SparseLinear
     layers = [name for name, each in model.named_modules() if isinstance(each, sparse)]
     if not layers:
@@ -80,7 +81,7 @@ def dense(model: ImageModel, *, label: str) -> ImageModel:
 
 
 def trial_inputs(card: ModelCard, *, with_preprocessing: bool) -> list[Tensor]:
-    """Return noise and smooth images of each batch size."""
+    """Return a batch of noise and a batch of smooth images for each batch size."""
     generator, size = torch.Generator().manual_seed(0), card.image_size
     mean, std = (
         torch.tensor(values).view(3, 1, 1) for values in (card.channel_mean, card.channel_std)

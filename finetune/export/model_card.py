@@ -24,14 +24,14 @@ RECIPE = (
     *("lrs", "weight_decays", "epochs", "batch_size", "seed"),
     *("optimizer", "schedule", "train", "augment", "engine"),
 )
-"""Settings of a probe and sections of a training without paths."""
+"""Settings of a probe, and sections of a training config, that contain no paths."""
 
 
 @dataclass(frozen=True)
 class Facts:
     card: ModelCard
     run: Run | None
-    """The run of the weights, if there is one."""
+    """The run that trained the weights, if known."""
     results: Sequence[Result]
     num_parameters: int
     weights_sha256: str

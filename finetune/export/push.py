@@ -10,8 +10,7 @@ FIELD = "push_to"
 
 
 def check_access(repository: str, *, private: bool) -> None:
-    """Check, before minutes of work, the name, the token, and that a private export stays
-    private."""
+    """Check the name and the token, and that a private export stays private."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -38,8 +37,11 @@ def push(
     revision: str | None,
     private: bool,
 ) -> str:
-    """Commit these files of the folder to a branch, which is created if needed, and return the name
-    with the commit. The same commit removes `obsolete` files."""
+    """Push these files of the folder as one commit. Return the repository name with the hash of the
+    commit.
+
+    A missing branch is created. The same commit removes `obsolete` files.
+    """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     check_access(repository, private=private)

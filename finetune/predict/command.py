@@ -21,7 +21,7 @@ from pretrain.ranks.world import rank_of, read_alone
 
 TOP = 5
 Input = Part | Sequence[Path]
-"""A split of a dataset; or consecutive files, folders and tars."""
+"""A split of a dataset, or consecutive image files, folders and tars."""
 
 
 def add_verbs(verbs: Verbs) -> None:
@@ -130,7 +130,7 @@ def pictures_in(path: Path) -> Iterable[Picture]:
 
 
 def _count(path: Path) -> int:
-    """Count images. A damaged tar fails before hours of work."""
+    """Count the images of an input. This finds a damaged tar before hours of work."""
     count = sum(1 for _ in pictures_in(path))
     if not count:
         fix = f"for its tars give {path}/*.tar" if any(path.glob("*.tar")) else "remove it"

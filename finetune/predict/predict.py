@@ -1,8 +1,8 @@
-"""Images in, a row for each image out, in their order: the most probable classes, or why there are
-none; the features, too.
+"""Predict images: one row for each image, in order. A row has the most probable classes (or the
+reason why there are none) and, on request, the features.
 
 An image becomes the square that `data_prep build` would have stored, and is resized as `finetune
-evaluate` resizes it. Images of a dataset are squares already. The loader's threads read and decode
+evaluate` resizes it. Images of a dataset already are squares. The loader's threads read and decode
 images, and memory holds one group of rows. The files appear complete or not at all.
 B batch, K classes, T top classes.
 """
@@ -30,7 +30,7 @@ from data_prep.progress import ProgressLine, progress
 from data_prep.publish import atomic_file, make_directory
 from data_prep.settings import printable
 from finetune.predict.command import Input, pictures_in
-from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalization
 from pretrain.augment.feed import on_device
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
@@ -50,7 +50,7 @@ BATCH_SIZE, ROWS_PER_GROUP = 256, 8192
 
 @dataclass(frozen=True)
 class Predictor:
-    """A checkpoint that predicts images in Python, as `finetune predict` does in the shell."""
+    """A checkpoint that predicts images in Python, as `finetune predict` does in a shell."""
 
     checkpoint: Checkpoint
     model: ImageModel
@@ -64,7 +64,7 @@ class Predictor:
             AugmentSettings().fed_as(card.fed_interpolation, card.eval_crop),
             seed=0,
             image_size=card.image_size,
-            normalisation=Normalisation(card.channel_mean, card.channel_std),
+            normalization=Normalization(card.channel_mean, card.channel_std),
             device=device,
             dtype=torch.float32,
             pixels=card,
@@ -77,8 +77,9 @@ class Predictor:
 
     @property
     def squares(self) -> ImageSpec:
-        """The square that an image becomes: the central one if the training's is unknown, and of
-        `crop=full`, of which evaluation sees nothing else."""
+        """Crop and size of the square that each image becomes. The crop is the center if the
+        training's crop is unknown, or if it is `full`, because evaluation then uses only the
+        center."""
         card = self.card
         return ImageSpec(
             image_size=card.stored_size or card.image_size,
@@ -96,14 +97,15 @@ class Predictor:
 
     @torch.no_grad()
     def answer(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return (logits, features). A linear probe sees these features."""
+        """Return (logits, features). The features are the input of a linear probe."""
         with working_in("fp32"):
             found = self.model.forward_features(self.augmentation.plain(batch).images_BCHW)
             return self.model.forward_head(found), self.model.forward_head(found, pre_logits=True)
 
 
 class PictureReader:
-    """Images as the loader reads samples: by number, into a batch of squares."""
+    """Image files with the interface of the reader of datasets: read by number, into a batch of
+    squares."""
 
     is_remote, decodes = False, True
 
@@ -135,10 +137,10 @@ class PictureReader:
         return [("", self._pictures[number].name) for number in ids.tolist()]
 
     def fetch_ahead(self, ids: Ids) -> None:
-        """All images are local."""
+        """Do nothing, because all images are local."""
 
     def end_waits(self) -> None:
-        """Ctrl-C does not wait for the rest of a batch."""
+        """Do nothing. Ctrl-C does not wait for the rest of a batch."""
         self._ended = True
 
 
@@ -151,7 +153,7 @@ def predict(
     out: Path | None,
     features: Path | None,
 ) -> list[str]:
-    """Write the files, and return the lines to print. `counts`: images of each input."""
+    """Write the files, and return the lines to print. `counts`: number of images of each input."""
     predictor, pairs, num_bad = Predictor.open(checkpoint), Counter[tuple[str, str | None]](), 0
     with ExitStack() as opened:
         writers: list[tuple[Path, pa.Schema, Any]] = []
@@ -179,12 +181,12 @@ def predict(
                         for _, schema, writer in writers:
                             writer.write_table(rows.select(schema.names))
     bad = f"; {num_bad:,} of them do not decode, see the column error" if num_bad else ""
-    lines = [f"{path}: {sum(counts):,} pictures{bad}" for path, *_ in writers]
+    lines = [f"{path}: {sum(counts):,} images{bad}" for path, *_ in writers]
     return [*lines, *accuracy_of(pairs, checkpoint.card.classes)]
 
 
 def _schema(top: int, *, features: bool) -> pa.Schema:
-    columns = [("picture", pa.string())]
+    columns = [("image", pa.string())]
     for place in range(0 if features else top):
         ending = f"_{place + 1}" if place else ""
         columns += [(f"class{ending}", pa.string()), (f"probability{ending}", pa.float64())]
@@ -219,7 +221,7 @@ def accuracy_of(pairs: Counter[tuple[str, str | None]], classes: Sequence[str]) 
 
 
 def _labels_of(reader: Reader, ids: Ids) -> list[str]:
-    """Return the labels of a dataset, otherwise the names of the images' folders."""
+    """Return the labels of a dataset's images, or the folder names of other images."""
     if isinstance(reader, ShardReader):
         classes = (*reader.parts[0].manifest.classes, "")  # -1: without a label
         return [classes[label] for label in reader.locate(ids).labels.tolist()]
@@ -227,7 +229,8 @@ def _labels_of(reader: Reader, ids: Ids) -> list[str]:
 
 
 def _readers(each: Input, predictor: Predictor) -> Iterator[tuple[Reader, str]]:
-    """Readers of an input, and the prefix of their images' names. A folder comes in groups."""
+    """Yield readers for an input, and a prefix for the names of their images. The images of a
+    folder are split into groups."""
     if isinstance(each, Part):
         settings = ReadingSettings(dataset=str(each.directory))
         with reading([each], settings, image_size=predictor.card.image_size) as reader:
@@ -247,7 +250,7 @@ def _rows(
     with_features: bool,
     line: ProgressLine,
 ) -> Iterator[pa.Table]:
-    """All rows of the reader, in groups."""
+    """Yield the rows of all images of the reader, in groups."""
     reasons: dict[int, str] = {}
 
     def note(bad: Sequence[Unreadable], ids: Ids, images_BHWC: Tensor) -> Ids:
@@ -290,7 +293,7 @@ def _rows(
             )
             ends = np.cumsum([0, *np.where(is_bad, 0, features.shape[1])])
             columns = {
-                "picture": [printable(folder + name) for _, name in reader.names(ids)],
+                "image": [printable(folder + name) for _, name in reader.names(ids)],
                 "label": _labels_of(reader, ids),
                 "features": pa.ListArray.from_arrays(
                     pa.array(ends, pa.int32()),

@@ -25,11 +25,12 @@ from pretrain.models.imported import code_of
 VERSION = 2
 """Version of the computation. Raise it if the same key would give other features."""
 Which = Literal["train", "plain", "test"]
-"""train: the views that heads learn from; plain: the images that held-out samples come from."""
+"""Use of features. train: views for training the heads. plain: plain images, from which the
+held-out samples are taken."""
 
 
 class Wanted(NamedTuple):
-    """A split in some views; None is the plain images."""
+    """A split and the needed views. None means the plain images."""
 
     split: str
     views: list[int | None]
@@ -58,19 +59,19 @@ class Cache:
         return augment.fed_as(source.interpolation, source.eval_crop)
 
     def place_of(self, split: str, view: int | None) -> Path:
-        """Return the directory of a split in one view."""
+        """Return the directory of the features of a split in one view."""
         name = "plain" if view is None else f"view{view:03d}"
         key = hash_of_json(self.key(split, view))[:16]
         return self.settings.features_place / f"{self.manifest.name}-{split}-{name}-{key}"
 
     def temporary_of(self, place: Path) -> Path:
-        """Return the directory to write to. Another job may write the same features."""
+        """Return this run's own directory, because another job may write the same features."""
         writer = hash_of_json(str(Path(self.settings.run_dir).absolute()))[:8]
         return place.with_name(f"{TEMPORARY_PREFIX}{place.name}-{writer}")
 
     def key(self, split: str, view: int | None) -> dict[str, Any]:
         source, is_augmented = self.source, view is not None
-        mean, std = source.normalisation
+        mean, std = source.normalization
         key = source.pixels.model_dump(include={*PixelOrder.model_fields}, exclude_defaults=True)
         key |= {} if self.augment.plain_crop == 1 else {"eval_crop": self.augment.plain_crop}
         key |= {} if source.precision == "fp32" else {"precision": source.precision}
@@ -93,7 +94,7 @@ class Cache:
 
     @cached_property
     def missing_gb(self) -> float:
-        """Size of the features that are not on disk yet."""
+        """Size of the needed features that are not on disk yet."""
         source, size = self.source, self.source.image_size
         num_features = 3 * size**2
         if source.checkpoint:
@@ -114,7 +115,8 @@ class Cache:
 
     @cached_property
     def fault(self) -> tuple[str, str] | None:
-        """Problem and fix if the features do not fit."""
+        """Problem and fix if the missing features exceed cache_gb or the free space, otherwise
+        None."""
         settings, place = self.settings, self.settings.features_place.absolute()
         above = next(path for path in (place, *place.parents) if path.exists())
         left_by_kill = place.glob(f"{self.temporary_of(place / '*').name}/*")
@@ -128,13 +130,13 @@ class Cache:
         if isinstance(settings, ProbeSettings):
             lion = " optimizer=lion" if settings.optimizer == "lbfgs" else ""
             fix = f"set features=stream{lion}, or {fix}"
-        return f"need {self.missing_gb:.3g} GB more, but {limit}", fix
+        return f"the features need {self.missing_gb:.3g} GB more, but {limit}", fix
 
 
 def check_room(
     settings: ProbeSettings | KnnSettings, manifest: Manifest, checkpoint: Checkpoint | None
 ) -> None:
-    """Fail if features must be kept and do not fit in any precision that `auto` may choose."""
+    """Fail if features must be kept, but exceed the space in every precision of `auto`."""
     image_size, channel_stats = settings.data.image_size, settings.channel_stats
     fed = Fed.of(checkpoint, manifest, image_size=image_size, channel_stats=channel_stats)
     precision = settings.feature_precision

@@ -114,7 +114,7 @@ def _in_words(
     settings: ProbeSettings | KnnSettings, result: dict[str, Any], largest: float | None
 ) -> str:
     if isinstance(settings, KnnSettings):
-        return ", ".join(f"{result[f'top1_k{k}']:.1%} (k={k})" for k in sorted(settings.neighbours))
+        return ", ".join(f"{result[f'top1_k{k}']:.1%} (k={k})" for k in sorted(settings.neighbors))
     mean = f" (class mean {result['test_class_mean']:.1%})" if largest else ""
     chosen = f"lr {result['chosen_lr']:g}, weight decay {result['chosen_weight_decay']:g}"
     return f"{result['test_top1']:.1%}{mean} at {chosen}"

@@ -36,12 +36,13 @@ _GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
         "epochs": (1000,),
     },
 }
-"""Defaults of the three lists of each optimizer."""
+"""Default learning rates, weight decays and epochs of each optimizer."""
 _DEFAULT: HeadOptimizer = "lbfgs"
 
 
 def _as_tuple(value: Any) -> Any:
-    """One number is a list of one; pydantic accepts no list for a tuple after our validator."""
+    """Convert one number to a tuple, and a list too, because pydantic accepts no list after our
+    validator."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
@@ -52,11 +53,12 @@ _ONE_OR_MORE = BeforeValidator(_as_tuple, json_schema_input_type=float | list[fl
 
 class FeatureDataSettings(ReadingSettings):
     train_split: str = "train"
-    """The split to learn from."""
+    """Training split."""
     test_split: str = "val"
-    """The split to evaluate on. It never affects a choice."""
+    """Test split. It never affects the choice of a candidate."""
     image_size: int | None = Field(None, ge=8, le=1024, examples=[64])
-    """Image size in pixels. Default: the checkpoint's, else the dataset's."""
+    """Image size in pixels. Default: the image size of the checkpoint, or of the dataset if there
+    is no checkpoint."""
 
     @model_validator(mode="after")
     def _test_is_kept_apart(self) -> "FeatureDataSettings":
@@ -67,28 +69,30 @@ class FeatureDataSettings(ReadingSettings):
 
 
 class FeatureSettings(ShortRunSettings):
-    """Settings of the features that both commands use."""
+    """Settings of the features, for `finetune probe` and `finetune knn`."""
 
     run_dir: str = Field(examples=["runs/mine-probe"])
     """Directory of the run: event log, resolved config, result."""
     data: FeatureDataSettings
     pretrained: str | None = Field(None, examples=["runs/mine"])
-    """Checkpoint that computes the features; null uses pixels as features, the baseline."""
+    """Checkpoint that computes the features. null: use the pixels as features, as a baseline."""
     channel_stats: ChannelStats = "checkpoint"
     feature_batch_size: int | None = Field(None, ge=1, examples=[512])
-    """Images of one forward pass on each rank. Default: 512, and more for small models on GPUs."""
+    """Number of images in a forward pass on each rank. Default: 512, and more for small models on
+    GPUs."""
     feature_precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
-    """Precision of the frozen model. auto: bf16 on GPUs, fp32 on CPUs. Features of another
-    precision are computed again."""
+    """Precision of the frozen model. auto: bf16 on GPUs, fp32 on CPUs. If you change it, the
+    features are computed again."""
     feature_dtype: FeatureType = "float32"
-    """Type of the features on disk. float16 has three digits and takes half the space."""
+    """Type of the features on disk. float16 has three significant digits and needs half the space.
+    """
     features_dir: str | None = Field(None, examples=["/scratch/features"])
-    """Directory of the features, which other runs can use too. Default: `features` next to the run
+    """Directory of the features. Several runs can share one. Default: `features` next to the run
     directory."""
 
     @property
     def must_keep(self) -> bool:
-        """True if features are kept however large they are."""
+        """True if features are kept on disk regardless of their size."""
         return True
 
     @property
@@ -97,7 +101,7 @@ class FeatureSettings(ShortRunSettings):
         return Path(self.features_dir) if self.features_dir else default
 
     def used(self, manifest: Manifest) -> list[tuple[Part, str]]:
-        """Return the splits and their uses."""
+        """Return the splits that the run uses, and their uses."""
         uses = {self.data.train_split: "training", self.data.test_split: "evaluation"}
         return [(Part(self.data.directory, manifest, split), use) for split, use in uses.items()]
 
@@ -112,56 +116,58 @@ class ProbeSettings(FeatureSettings):
     )
     features: Literal["auto", "cache", "stream"] = "auto"
     """cache: compute features once and keep them on disk. stream: compute them for each batch, on
-    all ranks together. auto: stream if they exceed `cache_gb` or the free space. Both train the
-    same heads."""
+    all ranks together. auto: cache, or stream if the features exceed `cache_gb` or the free space.
+    The trained heads are the same."""
     cache_gb: float = Field(100.0, ge=0)
-    """Largest size of new features on disk. Above it, lion, adamw and sgd stream features with
-    `auto`; `cache` and lbfgs fail."""
+    """Largest size of new features on disk. If they are larger, features=auto streams them.
+    features=cache and optimizer=lbfgs fail."""
     optimizer: HeadOptimizer = _DEFAULT
     """Optimizer of the heads. lbfgs: logistic regression, which minimizes cross-entropy +
     weight_decay / 2 |W|^2 until it converges. lion and adamw decouple weight decay from the
     gradient; sgd adds it to the gradient. Biases never decay. Views need lion, adamw or sgd."""
     lrs: Annotated[tuple[float, ...], _ONE_OR_MORE] = _GRIDS[_DEFAULT]["lrs"]
-    """Learning rates to try. Each combination of learning rate, decay and length is a candidate.
-    One pass over the features trains all candidates; the best on held-out samples is kept. The
-    defaults of the three lists depend on the optimizer."""
+    """Learning rates to try. Each combination of learning rate, weight decay and epochs is a
+    candidate. One pass over the features trains all candidates, and the best one on held-out
+    samples is kept. The defaults of the three lists depend on the optimizer."""
     weight_decays: Annotated[tuple[float, ...], _ONE_OR_MORE] = _GRIDS[_DEFAULT]["weight_decays"]
-    """See `lrs`."""
+    """Weight decays to try (see `lrs`)."""
     epochs: Annotated[tuple[int, ...], _ONE_OR_MORE] = (1000,)
-    """Lengths, each with its own schedule. For lbfgs: the limit of passes over the features."""
+    """Numbers of epochs to try (see `lrs`), each with its own schedule. For lbfgs: largest number
+    of passes over the features."""
     schedule: ScheduleSettings = ScheduleSettings()
-    """Schedule of each learning rate; not for lbfgs."""
+    """Learning rate schedule; not for lbfgs."""
     batch_size: int = Field(256, ge=1)
-    """Batch size of the heads, over all candidates."""
+    """Batch size. All candidates train on the same batches."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    """Fraction of the target that is spread over all classes; not for lbfgs."""
+    """Fraction of the target probability that is spread over all classes; not for lbfgs."""
     gradient_clip_norm: float = Field(0.0, ge=0)
-    """Largest norm of each candidate's gradient; 0 is off; not for lbfgs."""
+    """Largest gradient norm of each candidate; larger gradients are clipped. 0: no clipping. Not
+    for lbfgs."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum (SGD only)."""
     nesterov: bool = True
     """Use Nesterov momentum (SGD only)."""
     tolerance: float = Field(1e-5, gt=0)
-    """Largest entry of the gradient at which lbfgs has converged."""
+    """Largest entry of the gradient at which lbfgs stops."""
     standardize: bool = True
-    """Scale features to mean 0 and deviation 1 over the training split. The saved head undoes
-    it."""
+    """Scale features to mean 0 and standard deviation 1 over the training split. The saved
+    classifier takes features without this scaling."""
     num_views: int = Field(0, ge=0, le=10_000)
     """Number of augmented views of each training image; 0 learns from plain images. Epoch e learns
     from view e mod num_views."""
     augment: AugmentSettings | None = Field(None, examples=[{"crop_scale": [0.4, 1.0]}])
-    """Augmentation of the views: view v is what training would see in epoch v. Images are never
-    mixed."""
+    """Augmentation of the views. View v of an image is the image that training would use in epoch
+    v. Images are never mixed."""
     holdout_fraction: float = Field(0.2, gt=0, lt=1)
-    """Fraction of the training split that is held out to choose the candidate. The test split never
-    chooses."""
+    """Fraction of the training split that is held out to choose the best candidate. The test split
+    never affects the choice."""
     holdout_split: str | None = Field(None, examples=["holdout"])
-    """Split that chooses the candidate, instead of a fraction of the training split."""
+    """Split for choosing the best candidate, instead of a fraction of the training split."""
     refit: bool = True
-    """Train the chosen candidate again on the complete training split. This has no effect with a
+    """Train the chosen candidate again on the complete training split. No effect with
     holdout_split."""
     seed: int = Field(0, ge=0)
-    """Seed of the order, the held-out samples and the views."""
+    """Random seed of the sample order, the held-out samples and the views."""
 
     @property
     def must_keep(self) -> bool:
@@ -238,28 +244,29 @@ class KnnSettings(FeatureSettings):
     holdout_split: ClassVar[str | None] = None
     seed: ClassVar[int] = 0
     cache_gb: ClassVar[float] = math.inf
-    neighbours: Annotated[tuple[int, ...], _ONE_OR_MORE] = Field((20, 10, 100, 200), min_length=1)
-    """Numbers k of nearest training images that vote. All are evaluated at the cost of one.
-    `test_top1` is the accuracy with the first k, not with the best, which would be a choice on the
-    test split."""
+    neighbors: Annotated[tuple[int, ...], _ONE_OR_MORE] = Field((20, 10, 100, 200), min_length=1)
+    """Numbers k of nearest training images that vote. Several numbers take no longer than one.
+    `test_top1` is the accuracy with the first number. The best one would be a choice on the test
+    split."""
     weights: Literal["softmax", "uniform", "distance"] = "softmax"
-    """Weight of a vote: exp(cosine similarity / temperature); 1; or 1 / cosine distance."""
+    """Weight of a vote. softmax: exp(cosine similarity / temperature). uniform: 1. distance: 1 /
+    cosine distance."""
     temperature: float = Field(0.07, gt=0)
-    """Temperature of softmax weights."""
+    """Temperature of the softmax weights."""
     chunk_mb: int = Field(256, ge=1)
     """Memory for blocks of features and similarities, in megabytes. It changes only the speed."""
 
     @model_validator(mode="after")
     def _numbers_make_sense(self) -> "KnnSettings":
-        counts = self.neighbours
+        counts = self.neighbors
         if min(counts, default=0) < 1 or len(set(counts)) < len(counts):
             problem, fix = f"{list(counts)} is not valid", "give different numbers, each at least 1"
-            raise UserError("neighbours", problem, fix, code="bad-value")
+            raise UserError("neighbors", problem, fix, code="bad-value")
         return self
 
     def check_against(self, manifest: Manifest) -> None:
-        most, split = max(self.neighbours), self.data.train_split
+        most, split = max(self.neighbors), self.data.train_split
         num_training = manifest.split(split, directory=self.data.dataset).num_samples
         if most > num_training:
             problem = f"{most} is more than the {num_training:,} samples of {split!r}"
-            raise DatasetError("neighbours", problem, "set smaller numbers", code="bad-value")
+            raise DatasetError("neighbors", problem, "set smaller numbers", code="bad-value")

@@ -55,12 +55,12 @@ from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
 
 LEAST, MOST = 512, 8192
-"""Limits of the default batch size."""
+"""Smallest and largest default batch size."""
 VIEWS_AT_ONCE = 10
-"""Views that are computed together. A kill loses at most these."""
+"""Number of views that are computed together. A kill loses at most this many views."""
 FACTS, VALUES = "features.json", "features.npy"
 VISIBLE_WITHIN_S = 60.0
-"""How long network file systems may not show a file of another node."""
+"""Seconds within which a network file system must show a file of another node."""
 
 
 def undecodable(shard: str, key: str, *, dataset: str) -> DatasetError:
@@ -69,17 +69,17 @@ def undecodable(shard: str, key: str, *, dataset: str) -> DatasetError:
 
 
 class ElsewhereError(UserError):
-    """Another rank prints the problem."""
+    """Error on another rank, which prints the problem."""
 
     of_all_ranks = True
 
 
 @dataclass(frozen=True)
 class Table:
-    """The features of a split in one view."""
+    """Features and labels of a split in one view."""
 
     values_ND: Tensor
-    """Memory-mapped."""
+    """Features of all samples, memory-mapped."""
     labels_N: Tensor
 
     def __len__(self) -> int:
@@ -90,7 +90,7 @@ class Table:
         return self.values_ND.shape[1]
 
     def chunks(self, size: int) -> Iterator[Tensor]:
-        """Return all rows in the split's order."""
+        """Yield all rows in blocks, in the split's order."""
         for part in torch.split(self.values_ND, size):
             PROGRESS.touch()
             yield part
@@ -101,7 +101,7 @@ class Table:
 
 @dataclass(frozen=True)
 class FeatureMaker:
-    """Finds or computes tables. Its methods are collective."""
+    """Finds or computes tables of features. All ranks must call its methods together."""
 
     settings: ProbeSettings | KnnSettings
     manifest: Manifest
@@ -134,7 +134,7 @@ class FeatureMaker:
         return Cache(self.settings, self.manifest, self.backbone)
 
     def tables(self, split: str, views: Sequence[int | None]) -> list[Table]:
-        """Return a table of the split for each view; None is the plain images."""
+        """Return a table of the split for each view. None means the plain images."""
         part = Part(self.settings.data.directory, self.manifest, split)
         places = {self.cache.place_of(split, view): view for view in views}
         with reading([part], self.settings.data, image_size=self.backbone.image_size) as reader:
@@ -155,9 +155,10 @@ class FeatureMaker:
 
     @property
     def batch_size(self) -> int:
-        """Images of a forward pass on each rank.
+        """Number of images in a forward pass on each rank.
 
-        On a GPU, a pass has about 10^12 operations: it takes longer than the launch of the next.
+        A GPU gets about 10^12 operations in a pass, so that a pass takes longer than the launch of
+        the next one.
         """
         checkpoint, given = self.backbone.checkpoint, self.settings.feature_batch_size
         if given is not None or checkpoint is None or self.device.type != "cuda":
@@ -173,13 +174,14 @@ class FeatureMaker:
             return self.backbone.extract(torch.zeros(1, 3, size, size, device=self.device)).shape[1]
 
     def _missing(self, places: Sequence[Path]) -> list[Path]:
-        """Return the places without complete features. Each rank checks its fraction of blocks."""
+        """Return the directories without complete features. Each rank checks its fraction of the
+        blocks."""
         rank, num_ranks = self.world.rank, self.world.num_ranks
         is_bad = torch.tensor([not _is_complete(place, rank, num_ranks) for place in places])
         self.group.all_sum(counts := is_bad.float())
         missing = [place for place, count in zip(places, counts.tolist(), strict=True) if count]
         for place in filter(Path.exists, missing) if self.world.is_first else ():
-            print(f"{place}: is damaged; its features are computed again", file=sys.stderr)
+            print(f"{place} is damaged; the features are computed again", file=sys.stderr)
         return missing
 
     @torch.no_grad()
@@ -227,7 +229,8 @@ class FeatureMaker:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """End the block when it has ended on all ranks. An error of one rank is an error of all."""
+        """Wait at the end of the block until all ranks are there. An error on one rank is raised on
+        all ranks."""
         fault: Exception | None = None
         try:
             yield
@@ -278,13 +281,13 @@ class FeatureMaker:
 
 @dataclass
 class _File:
-    """The file of one view. Each rank writes and hashes slices of rows."""
+    """Features file of one view. Each rank writes and hashes its slices of rows."""
 
     path: Path
     dtype: "np.dtype[Any]"
     shape: tuple[int, int]
     hashes: dict[int, str] = field(default_factory=dict)
-    """Hashes of this rank's slices by first row."""
+    """Hash of each slice of this rank, by the number of its first row."""
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -294,7 +297,7 @@ class _File:
             yield
 
     def write(self, rows_BD: "np.ndarray[Any, Any]", first: int) -> None:
-        """Write rows from number `first` on."""
+        """Write rows to the file, from row `first` on."""
         if not np.isfinite(rows_BD).all():
             is_half = self.dtype.itemsize == 2
             problem = "does not fit into float16" if is_half else "is not finite"
@@ -308,7 +311,7 @@ class _File:
         self._flusher.wrote(len(data), self._file.fileno())
 
     def flush(self) -> None:
-        """Return when the disk has all rows."""
+        """Wait until all rows are on the disk."""
         self._file.flush()
         flush(self._file.fileno())
 
@@ -334,7 +337,7 @@ def _publish(temporary: Path, place: Path, facts: dict[str, Any]) -> None:
 
 
 def _is_complete(place: Path, part: int = 0, num_parts: int = 1) -> bool:
-    """True if each block has its hash. Only the blocks of one part are read."""
+    """True if each block matches its hash. Only the blocks of one part are read."""
     try:
         facts = json.loads((place / FACTS).read_text())
         hashes, block = list(facts["sha256"]), int(facts["rows_per_block"])
@@ -350,7 +353,7 @@ def _is_complete(place: Path, part: int = 0, num_parts: int = 1) -> bool:
 
 
 def _visible(path: Path) -> Path:
-    """Return the path when this node sees it."""
+    """Return the path as soon as this node sees it."""
     deadline_s = time.monotonic() + VISIBLE_WITHIN_S
     while not path.exists():
         if time.monotonic() > deadline_s:

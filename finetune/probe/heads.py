@@ -24,13 +24,14 @@ from pretrain.data.order import Ids, hash64, permute
 from pretrain.optim.schedule import Schedule
 
 JUDGED_NUMBERS = 8_000_000
-"""Logits in memory while heads are evaluated."""
+"""Number of logits in memory while heads are evaluated."""
 _ORDER = 0x68656164
-"""Part of the key of the order, which differs from other permutations with the same seed."""
+"""Part of the random key of the sample order. Other permutations with the same seed have another
+key."""
 
 
 class Candidate(NamedTuple):
-    """Settings of one head."""
+    """Settings of one linear head."""
 
     lr: float
     weight_decay: float
@@ -65,13 +66,13 @@ class Update:
         self._spare_EC = torch.empty_like(weights_EC)
 
     def keep(self, columns: Tensor) -> None:
-        """Drop all other columns."""
+        """Keep only these columns."""
         self.weights_EC = self.weights_EC[:, columns].contiguous()
         self._states = [state[:, columns].contiguous() for state in self._states]
         self._spare_EC = torch.empty_like(self.weights_EC)
 
     def step(self, gradient_EC: Tensor, *, lr_C: Tensor, decay_C: Tensor) -> None:
-        """`gradient_EC` may be overwritten."""
+        """Update the weights. `gradient_EC` may be overwritten."""
         self._num_steps += 1
         settings, decaying = self._settings, slice(0, self._num_features)
         mean_EC, spare_EC = self._states[0], self._spare_EC
@@ -106,10 +107,8 @@ def train_heads(
     num_classes: int,
     num_epochs: int | None = None,
 ) -> Tensor:
-    """Return heads (G, E, K). Each head equals the head of a training without the others.
-
-    `num_epochs`: epochs of rows to ask for, by default those of the longest candidate.
-    """
+    """Return the trained heads (G, E, K). Each head is the same as without the other heads.
+    `num_epochs`: number of epochs to read, by default the epochs of the longest candidate."""
     num_batches, device = -(-rows.num_rows // settings.batch_size), rows.device
     warmup, cooldown = (
         parse_length(length).steps(global_batch_size=settings.batch_size, num_samples=rows.num_rows)
@@ -199,7 +198,7 @@ def as_columns(heads_GEK: Tensor) -> Tensor:
 
 
 def as_heads(columns_EC: Tensor, *, num_classes: int) -> Tensor:
-    """Return (G, E, K) in the same memory."""
+    """Return the columns as heads (G, E, K), in the same memory."""
     return columns_EC.view(len(columns_EC), num_classes, -1).permute(2, 0, 1)
 
 

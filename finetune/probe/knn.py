@@ -29,11 +29,12 @@ from pretrain.ranks.world import World
 from pretrain.tracking.run_tags import target_of
 
 _CLOSEST = 1e-6
-"""Smallest cosine distance that weighs a vote."""
+"""Smallest cosine distance in the weight of a vote."""
 _GRID, _MOST_ROWS = 2**23, 2**29
-"""A key is similarity * _GRID * _MOST_ROWS - row: below 2^53, so exact in a double."""
+"""A key is similarity * _GRID * _MOST_ROWS - row. Keys are below 2^53, so doubles hold them
+exactly."""
 _MOST_TRAINING = 2048
-"""Largest number of training rows in a block. More make no product faster."""
+"""Largest number of training rows in a block. More rows make no product faster."""
 
 
 def knn(
@@ -62,7 +63,7 @@ def knn(
         tracker.metrics(logged, step=0)
         if checkpoint is not None:
             register(tracker, checkpoint, logged, target=target_of(manifest))
-        k = settings.neighbours[0]
+        k = settings.neighbors[0]
         return save_result(run_dir, result | {"test_top1": top1[k], "k": k})
 
 
@@ -76,7 +77,7 @@ def accuracies(
     device: torch.device,
 ) -> dict[int, float]:
     """Return the accuracy on the complete test split for each k."""
-    counts, size, group = sorted(settings.neighbours), len(test), PatientGroup()
+    counts, size, group = sorted(settings.neighbors), len(test), PatientGroup()
     first, end = (size * rank // world.num_ranks for rank in (world.rank, world.rank + 1))
     num_queries, num_training = block_sizes(
         settings.chunk_mb * 1_000_000,
@@ -97,7 +98,7 @@ def accuracies(
             parts: Iterable[Tensor] = train.chunks(num_training)
             if placed_TD is not None:
                 parts = torch.split(placed_TD, num_training)
-            similarities, rows = neighbours_of(
+            similarities, rows = neighbors_of(
                 queries_QD, unit_rows(parts, device=device), count=counts[-1]
             )
             found = answers(similarities, train_labels_T[rows], settings, num_classes=num_classes)
@@ -118,7 +119,7 @@ def block_sizes(
     return max(1, (num_bytes - num_training * per_training) // per_query), num_training
 
 
-def neighbours_of(
+def neighbors_of(
     queries_qD: Tensor, training: Iterator[Tensor], *, count: int
 ) -> tuple[Tensor, Tensor]:
     """Return (similarities, rows) of the nearest rows, nearest first. Rows have length 1."""
@@ -139,7 +140,7 @@ def neighbours_of(
 def answers(
     similarities_QM: Tensor, labels_QM: Tensor, settings: KnnSettings, *, num_classes: int
 ) -> dict[int, Tensor]:
-    """Return the class with most votes for each k; of equals the first class."""
+    """Return the class with the most votes for each k. The first class wins a tie."""
     match settings.weights:
         case "softmax":  # relative to the nearest, so that small temperatures do not overflow
             votes_QM = ((similarities_QM - similarities_QM[:, :1]) / settings.temperature).exp()
@@ -149,7 +150,7 @@ def answers(
             votes_QM = 1 / (1 - similarities_QM).clamp(min=_CLOSEST)
     sums_QK = votes_QM.new_zeros(len(votes_QM), num_classes)
     found, done = {}, 0
-    for count in sorted(settings.neighbours):
+    for count in sorted(settings.neighbors):
         sums_QK.scatter_add_(1, labels_QM[:, done:count], votes_QM[:, done:count])
         found[count], done = sums_QK.argmax(dim=1), count
     return found

@@ -25,9 +25,9 @@ SUFFICIENT_DECREASE = 1e-4
 ROUNDING = 1e-7
 """Relative error of a loss in single precision."""
 LEAST_STEP = 1e-8
-"""A shorter step changes nothing in single precision."""
+"""Smallest step. A smaller one changes nothing in single precision."""
 PASS_NUMBERS = 16_000_000
-"""Logits that are in memory at a time."""
+"""Number of logits in memory at a time."""
 
 
 class Minimizer:
@@ -38,7 +38,7 @@ class Minimizer:
         self.point, self.trial = start, start.clone()
         self.is_done = self.has_converged = False
         self.num_passes = 0
-        """Passes over the features until it was done."""
+        """Number of passes over the features until this head was done."""
         self._loss, self._gradient = 0.0, start
         self._direction, self._step_size, self._slope = start, 0.0, 0.0
         self._history: deque[tuple[Tensor, Tensor, float]] = deque(maxlen=HISTORY_SIZE)
@@ -108,7 +108,7 @@ class Minimizer:
 def minimize(
     rows: Rows, candidates: Sequence[Candidate], *, tolerance: float, num_classes: int
 ) -> tuple[Tensor, list[Minimizer]]:
-    """Return the heads (G, E, K) on the rows' device, and how each has ended."""
+    """Return the heads (G, E, K) on the rows' device, and for each head how its training ended."""
     most = max(candidate.epochs for candidate in candidates)
     shape = (len(candidates), rows.width, num_classes)
     starts = torch.zeros(shape, dtype=torch.float64, device=rows.device)

@@ -41,7 +41,7 @@ from pretrain.tracking.run_tags import target_of
 from pretrain.tracking.tracker import RunIdentity, Tracker
 
 _HOLDOUT = 0x686F6C64
-"""Part of the key of the held-out samples."""
+"""Part of the random key that selects the held-out samples."""
 
 
 class Judged(NamedTuple):
@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
     judged: list[Judged]
     best: Judged
     classifier: tuple[Tensor, Tensor]
-    """(weight_KD, bias_K) for plain features."""
+    """(weight_KD, bias_K) for features without scaling."""
     result: dict[str, Any]
 
 
@@ -94,7 +94,8 @@ def probe(
 def choose_and_test(
     source: Cached | Streamed, *, settings: ProbeSettings, num_classes: int, world: World
 ) -> Outcome | None:
-    """Return the outcome, on the first rank. Shared rows are collective to the end."""
+    """Return the outcome on the first rank, None on other ranks. If rows are shared, all ranks must
+    stay until the end."""
     unscaled = Standard.none(source.num_features)
     standard = source.standard() if settings.standardize else unscaled
     kept, held = held_out(source.num_train, settings)
@@ -133,7 +134,8 @@ def choose_and_test(
 
 
 def folded(head_EK: Tensor, standard: Standard) -> tuple[Tensor, Tensor]:
-    """Return (weight_KD, bias_K) that predict from plain features as the head from scaled ones."""
+    """Return (weight_KD, bias_K) for plain features that predict the same as the head for scaled
+    features."""
     num_features = len(standard.mean_D)
     weight_DK, bias_K = head_EK[:num_features].cpu().double(), head_EK[num_features].cpu().double()
     scaled_DK = weight_DK / standard.std_D.double().unsqueeze(1)
@@ -142,7 +144,7 @@ def folded(head_EK: Tensor, standard: Standard) -> tuple[Tensor, Tensor]:
 
 
 def held_out(num_samples: int, settings: ProbeSettings) -> tuple[Tensor | None, Tensor | None]:
-    """Return the kept and the held-out samples of the training split; None is all samples."""
+    """Return the kept and the held-out samples of the training split. None means all samples."""
     if settings.holdout_split is not None:
         return None, None
     key = int(hash64(_HOLDOUT, settings.seed))
@@ -153,7 +155,7 @@ def held_out(num_samples: int, settings: ProbeSettings) -> tuple[Tensor | None, 
 
 @torch.no_grad()
 def scores_on_test(classifier: tuple[Tensor, Tensor], rows: Rows) -> dict[str, Any]:
-    """Return top-1, top-5 and the mean over the classes that have samples."""
+    """Return top-1, top-5, and the mean accuracy over the classes that have samples."""
     weight_DK, bias_K = classifier[0].T.to(rows.device), classifier[1].to(rows.device)
     num_features, num_classes = weight_DK.shape
     right_K, number_K = (
@@ -189,7 +191,7 @@ def report(outcome: Outcome, tracker: Tracker) -> None:
 def save_classifier(settings: ProbeSettings, outcome: Outcome, maker: FeatureMaker) -> None:
     """Save the backbone with the classifier as a checkpoint."""
     run_dir, manifest, backbone = Path(settings.run_dir), maker.manifest, maker.backbone
-    mean, std = backbone.normalisation
+    mean, std = backbone.normalization
     assert backbone.checkpoint is not None and backbone.model is not None
     identity = RunIdentity.of(
         run_dir, experiment=settings.tracking.experiment, uri=settings.tracking.uri
@@ -231,7 +233,7 @@ def candidates_of(settings: ProbeSettings) -> list[Candidate]:
 class Head(NamedTuple):
     weights_EK: Tensor
     num_steps: int
-    """Steps of the training; for L-BFGS passes over the features."""
+    """Number of training steps; for L-BFGS, of passes over the features."""
 
 
 def heads_of(
@@ -253,14 +255,15 @@ def heads_of(
     heads_GEK, ends = minimize(
         rows, candidates, tolerance=settings.tolerance, num_classes=num_classes
     )
-    for each, end in zip(candidates, ends, strict=True):
-        if not end.has_converged:
-            more = "" if end.is_stuck else "epochs, "
-            print(
-                f"lbfgs: weight decay {each.weight_decay:g} has a gradient of"
-                f" {end.largest_gradient:.1e} after {end.num_passes} passes, above tolerance"
-                f" {settings.tolerance:g}. To converge, increase {more}tolerance or weight_decays."
-            )
+    if late := [pair for pair in zip(candidates, ends, strict=True) if not pair[1].has_converged]:
+        decays = ", ".join(f"{each.weight_decay:g}" for each, _ in late)
+        more = "" if all(end.is_stuck for _, end in late) else "epochs, "
+        print(
+            f"lbfgs: no convergence with weight decay {decays}: after"
+            f" {max(end.num_passes for _, end in late)} passes, gradients are up to"
+            f" {max(end.largest_gradient for _, end in late):.1e}, above tolerance"
+            f" {settings.tolerance:g}. To converge, increase {more}tolerance or weight_decays."
+        )
     return [Head(head, end.num_passes) for head, end in zip(heads_GEK, ends, strict=True)]
 
 
@@ -275,7 +278,8 @@ def judged_candidates(
 ) -> tuple[list[Judged], dict[Candidate, Head]]:
     """Return all candidates with their scores, and the heads of this rank.
 
-    A rank without candidates trains the first one if rows are shared, so that it asks for the rows.
+    If rows are shared, all ranks must ask for them. Therefore a rank without candidates trains the
+    first one.
     """
     candidates, group = candidates_of(settings), PatientGroup()
     own = shares(candidates, world.num_ranks)[world.rank]
@@ -299,7 +303,7 @@ def judged_candidates(
 
 
 def shares(candidates: Sequence[Candidate], num_ranks: int) -> list[list[int]]:
-    """Deal the candidates, the longest first, to the rank that has least to do."""
+    """Assign each candidate, the longest first, to the rank with the least work."""
     work, dealt = [0] * num_ranks, [list[int]() for _ in range(num_ranks)]
     for number in sorted(range(len(candidates)), key=lambda number: -candidates[number].epochs):
         rank = work.index(min(work))
@@ -330,7 +334,8 @@ def best_of(judged: list[Judged], *, num_held: int) -> Judged:
 
 
 def edges(best: Judged, judged: list[Judged]) -> list[str]:
-    """Return a hint for each list of settings if all of the best candidates are at its end."""
+    """Return a hint for each list of settings if all of the best candidates use its first or its
+    last value."""
     hints = []
     tied = [each.candidate for each in judged if each.score.top1 == best.score.top1]
     for name, field in (("lrs", "lr"), ("weight_decays", "weight_decay"), ("epochs", "epochs")):
@@ -346,7 +351,8 @@ def edges(best: Judged, judged: list[Judged]) -> list[str]:
 
 
 def print_grid(judged: list[Judged], best: Judged, console: Console) -> None:
-    """Print a table for each length: a row for each weight decay, a column for each rate."""
+    """Print a table for each number of epochs: a row for each weight decay, a column for each
+    learning rate."""
     for epochs in sorted({each.candidate.epochs for each in judged}):
         layer = {each.candidate[:2]: each for each in judged if each.candidate.epochs == epochs}
         lrs, decays = (sorted({place[axis] for place in layer}) for axis in (0, 1))

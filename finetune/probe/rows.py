@@ -24,7 +24,7 @@ ROOM_SHARE = 0.7
 
 
 class Standard(NamedTuple):
-    """(x - mean) / std."""
+    """Standardization of features: (x - mean) / std."""
 
     mean_D: Tensor
     std_D: Tensor
@@ -35,7 +35,7 @@ class Standard(NamedTuple):
 
     @staticmethod
     def of(parts: Iterable[Tensor], *, num_features: int) -> "Standard":
-        """Compute both in one pass, in double precision. A constant feature keeps its scale."""
+        """Compute both in one pass, in double precision. A constant feature is not scaled."""
         count, mean = 0, torch.zeros(num_features, dtype=torch.float64)
         squares = torch.zeros_like(mean)
         for part in parts:
@@ -54,21 +54,23 @@ class Standard(NamedTuple):
 
 
 def filled_width(num_features: int) -> int:
-    """Return E."""
+    """Return E, the number of columns with the bias and padding."""
     return -(-(num_features + 1) // 8) * 8
 
 
 class OnDevice:
-    """Copies of tables on the device, as far as there is room."""
+    """Copies of tables on the device, if they fit."""
 
     def __init__(self, device: torch.device, *, room: float | None = None):
-        """`room`: bytes; by default a fraction of the memory that is free at the first copy."""
+        """`room`: memory for copies, in bytes. Default: a fraction of the free memory at the first
+        copy."""
         self.device, self._room = device, room
         self._placed: dict[int, tuple[Table, Tensor]] = {}
-        """Table and copy by the table's id, which stays unique while the table is held."""
+        """Table and its copy, by the id of the table. The id stays unique while the table is
+        referenced."""
 
     def of(self, table: Table) -> Tensor | None:
-        """Return all rows of the table; None if there is no room for them."""
+        """Return the copy of the table on the device; None if it does not fit."""
         if id(table) not in self._placed:
             if self._room is None:
                 self._room = ROOM_SHARE * torch.cuda.mem_get_info(self.device)[0]
@@ -111,7 +113,7 @@ class Rows:
         self._buffer_BE = torch.zeros(0, self.width, device=device)
 
     def epoch(self, view: int, order_n: Ids, *, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return (x_BE, labels_B) in the given order. The next batch overwrites x_BE."""
+        """Yield (x_BE, labels_B) in the given order. The next batch overwrites x_BE."""
         order = torch.from_numpy(order_n)
         labels_n = self.labels_n[order.to(self.device, non_blocking=True)]
         batches = torch.split(self._chosen_n[order], batch_size)
@@ -122,7 +124,7 @@ class Rows:
             yield self._finished(values_BD), labels_B
 
     def chunks(self, *, view: int = 0, size: int = CHUNK) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return all rows in the split's order."""
+        """Yield all rows in blocks, in the split's order."""
         return self.epoch(view, np.arange(self.num_rows), batch_size=size)
 
     def _finished(self, values_BD: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Rows of a probe: from tables of features on disk, or streamed.
 
-Streamed features are computed each time rows are asked for, and nothing is kept. All ranks ask for
-the same rows at the same time. Each rank decodes and augments its fraction of the images, computes
-their features, and receives those of the other ranks. So every rank sees complete batches, as from
-a table, and trains its fraction of the candidates.
+Streamed features are computed for each request of rows, and are not kept. All ranks request the
+same rows at the same time. Each rank decodes and augments its fraction of the images, computes
+their features, and receives those of the other ranks. Therefore every rank gets complete batches,
+as from a table, and trains its fraction of the candidates.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from pretrain.data.reader import ShardReader, Unreadable, reading
 
 
 class Listed(NamedTuple):
-    """An order given by a list of samples."""
+    """Sample order that is given by a list of samples."""
 
     samples: Ids
 
@@ -66,7 +66,7 @@ class StreamedRows(Rows):
 
     @torch.no_grad()
     def _blocks(self, view: int, ids: Ids) -> Iterator[Tensor]:
-        """Features of the samples, in blocks of one forward pass on each rank."""
+        """Yield features of the samples, in blocks of one forward pass on each rank."""
         maker, world = self._maker, self._maker.world
         cuts = [*range(0, len(ids), maker.batch_size * world.num_ranks), len(ids)]
         requests = (
@@ -100,13 +100,14 @@ class StreamedRows(Rows):
 
 
 def _share_of(first: int, end: int, *, rank: int, num_ranks: int) -> Ids:
-    """Return equally many rows for each rank; the last ranks repeat the last row."""
+    """Return this rank's rows. All ranks get the same number, so the last ranks repeat the last
+    row."""
     size = -(-(end - first) // num_ranks)
     return np.minimum(np.arange(first + rank * size, first + (rank + 1) * size), end - 1)
 
 
 class Cached:
-    """Rows of tables, which each rank reads independently."""
+    """Rows of tables on disk. Each rank reads independently."""
 
     are_shared = False
     """True if all ranks must ask for the same rows at the same time."""
@@ -129,7 +130,7 @@ class Cached:
 
 
 class Streamed:
-    """Rows whose features are computed when they are asked for."""
+    """Rows whose features are computed on demand."""
 
     def __init__(
         self,
@@ -157,14 +158,17 @@ class Streamed:
 
 @contextmanager
 def source_of(settings: ProbeSettings, maker: FeatureMaker) -> Iterator[Cached | Streamed]:
-    """Choose between both kinds, the same on all ranks."""
+    """Choose between cached and streamed rows, the same on all ranks."""
     wanted, cache = wanted_of(settings), maker.cache
     is_streamed = maker.group.any_rank(
         settings.features == "stream" or (not settings.must_keep and cache.fault is not None)
     )
     if maker.world.is_first and (is_streamed or cache.missing_gb):
-        way = "streamed, without" if is_streamed else "kept on disk:"
-        print(f"features are {way} {cache.missing_gb:.2g} GB more in {settings.features_place}")
+        place, size = settings.features_place, f"{1e3 * cache.missing_gb:,.1f} MB more"
+        if is_streamed:
+            print(f"features are streamed; keeping them would need {size} in {place}")
+        else:
+            print(f"features are kept in {place} ({size})")
     if not is_streamed:
         tables = {
             which: maker.tables(*each)

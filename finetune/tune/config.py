@@ -44,8 +44,8 @@ class TuneEngineSettings(PassSettings):
     """Settings of accelerate's data parallelism."""
 
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
-    """Precision of forward and backward pass; weights are in fp32. tf32: GPUs round factors to ten
-    bits."""
+    """Precision of forward and backward pass; weights are in fp32. tf32: GPUs round the inputs of
+    matrix products to ten bits."""
 
 
 class TuneSettings(TrainingSettings):
@@ -64,14 +64,15 @@ class TuneSettings(TrainingSettings):
     channel_stats: ChannelStats = "checkpoint"
     allow_import: AllowedImport = None
     seeds: tuple[int, ...] | None = Field(None, examples=[[0, 1, 2]])
-    """Repeat the run with each of these values of train.seed. result.json has mean and standard
-    deviation. You can add seeds later."""
+    """Seeds for repeated runs. Each run uses one of them as train.seed. result.json has the mean
+    and standard deviation. You can add seeds later."""
     folds: bool = False
-    """Repeat the run on each fold of the training split, the protocol of STL-10."""
+    """Run once on each fold of the training split, as in the protocol of STL-10."""
     optimizer: OptimizerSettings = OptimizerSettings(
         name="sgd", lr=1e-3, head_lr_scale=10.0, weight_decay=1e-4
     )
-    """Default: SGD with momentum as in Scaling MLPs: 0.01 for the head, 0.001 for the body."""
+    """Optimizer settings. Default: SGD with momentum and the learning rates of Scaling MLPs, 0.01
+    for the head and 0.001 for the body."""
     engine: TuneEngineSettings = TuneEngineSettings()
 
     @model_validator(mode="after")
@@ -93,7 +94,7 @@ class TuneSettings(TrainingSettings):
         return self
 
     def as_training(self, card: ModelCard) -> PretrainSettings:
-        """Return the settings of the training loop."""
+        """Return the settings for the training loop of `pretrain`."""
         order = card.model_dump(include={*PixelOrder.model_fields})
         trained = {"image_size": card.image_size, **order}
         for name, value in trained.items():
@@ -112,7 +113,7 @@ class TuneSettings(TrainingSettings):
 
 
 def repeats_of(settings: TuneSettings) -> list[TuneSettings]:
-    """Return the settings of each run; only the settings themselves without repetitions."""
+    """Return the settings of each repetition, or the given settings without repetitions."""
     if settings.seeds is None and not settings.folds:
         return [settings]
     folds: Sequence[int | None] = [None]
@@ -149,7 +150,7 @@ def _repeat(settings: TuneSettings, *, seed: int | None, fold: int | None) -> Tu
 
 
 def check_kind(settings: TuneSettings) -> None:
-    """Fail if a directory of one run would get repetitions, or the reverse."""
+    """Fail if repetitions would be written to the directory of a single run, or the reverse."""
     path = Path(settings.run_dir) / CONFIG_FILE
     is_begun = path.exists() and not is_worthless(path.parent)
     begun = read_yaml(path).get("seeds") if is_begun else settings.seeds
@@ -160,7 +161,7 @@ def check_kind(settings: TuneSettings) -> None:
 
 
 def check_resume_of(settings: TuneSettings, repeats: list[TuneSettings]) -> None:
-    """Check `resume`; for `must` one checkpoint or result of a repetition is enough."""
+    """Check `resume`. `must` needs one checkpoint or result of any repetition."""
     unfinished = unfinished_of(repeats)
     has_any = len(unfinished) < len(repeats) or any(map(list_checkpoints, unfinished))
     for place in () if settings.resume == "must" and has_any else unfinished:
@@ -173,7 +174,7 @@ def unfinished_of(repeats: list[TuneSettings]) -> list[Path]:
 
 
 def is_finished(settings: TuneSettings) -> bool:
-    """True if there is nothing left to do."""
+    """True if all runs have finished."""
     result, repeats = finished_result(Path(settings.run_dir), settings), repeats_of(settings)
     if result is None or repeats == [settings]:
         return result is not None
@@ -193,7 +194,7 @@ def summary(repeats: list[TuneSettings]) -> dict[str, Any]:
 
 
 def in_words(result: dict[str, Any], *, baselines: str) -> str:
-    """Describe a summary in one line."""
+    """Return one line of text about a summary."""
     if "eval/top1" not in result:
         return f"{result['num_runs']} runs, not evaluated"
     words = f"top-1 {100 * result['eval/top1']:.2f}"

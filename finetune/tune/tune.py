@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from data_prep.errors import UserError
 from finetune.session import recorded, register, start_accelerator
 from finetune.tune.config import TuneEngineSettings, TuneSettings, summary
-from pretrain.augment.augmentation import Normalisation, Prepared
+from pretrain.augment.augmentation import Normalization, Prepared
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
 from pretrain.checkpoints.remote import Remote
@@ -65,7 +65,7 @@ class Tuning(Task):
             settings.as_training(card),
             data,
             config=settings,
-            normalisation=Normalisation(*statistics),
+            normalization=Normalization(*statistics),
             tags={"task": "tune", "init": settings.init, "origin": card.origin},
         )
         self.parent_key, self.parent_dir = card.run_key or None, group or checkpoint.run_dir
@@ -185,7 +185,7 @@ def _scores(result: Mapping[str, float], *, names: Mapping[str, str]) -> dict[st
 
 
 class AccelerateEngine:
-    """An `Engine` that uses accelerate: data parallelism over fp32 weights."""
+    """Training `Engine` that uses accelerate: data parallelism with fp32 weights."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class AccelerateEngine:
         return logits.float()
 
     def averaged(self) -> AbstractContextManager[None]:
-        """There are no averaged weights here, and no setting that asks for them."""
+        """Do nothing, because tune has no averaged weights."""
         return nullcontext()
 
     def weight(self, name: str) -> Tensor | None:

@@ -70,7 +70,7 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def names_of(classes: str) -> tuple[str, ...]:
-    """Return the class names of a dataset or text file."""
+    """Return the class names from a dataset or a text file."""
     dataset = local_copy(classes, storage=None)
     if dataset.is_dir():
         return load_manifest(dataset).classes

@@ -26,19 +26,19 @@ from pretrain.models.build import build_model
 from pretrain.models.spec import TIMM_NORM_EPS, Activation, AnySpec, MixerSpec, MlpSpec
 
 Flattening = Literal["chw", "hwc"]
-"""chw: all red, all green, all blue, as in scaling_mlps; hwc: pixel by pixel."""
+"""Order of pixels. chw: all red, all green, all blue, as in scaling_mlps. hwc: pixel by pixel."""
 Family = Literal["scaling_mlps", "timm"]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Facts from names and shapes."""
+    """Facts that follow from names and shapes."""
 
     family: Family
     spec: AnySpec
     image_size: int
     names: Mapping[str, str]
-    """Our name for each of theirs."""
+    """Our name of each tensor, by its name in the file."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Foreign:
     image_size: int
     num_classes: int
     weights: dict[str, Tensor]
-    """Our names; float32, without shared memory."""
+    """Tensors by our names, in float32, without shared memory."""
 
 
 def convert(
@@ -58,13 +58,13 @@ def convert(
     flattening: Flattening = "chw",
     activation: Activation = "gelu",
 ) -> Foreign:
-    """Convert weights. Fail if they are unknown or incomplete."""
+    """Convert the weights. Fail if they are unknown or incomplete."""
     # the public finetune.py puts the head into a module
     renamed = {
         name.replace("linear_out.linear.", "linear_out."): tensor
         for name, tensor in weights.items()
     }
-    layout = recognise(shapes(renamed), source=source, activation=activation)
+    layout = recognize(shapes(renamed), source=source, activation=activation)
     head = "head.weight" if layout.family == "timm" else "linear_out.weight"
     num_classes, _ = _sizes(shapes(renamed), head, "outputs", "inputs")
     if layout.family == "timm":
@@ -101,7 +101,7 @@ def convert(
     return Foreign(layout.family, layout.spec, layout.image_size, num_classes, ours)
 
 
-def recognise(found: Shapes, *, source: object, activation: Activation) -> Layout:
+def recognize(found: Shapes, *, source: object, activation: Activation) -> Layout:
     if "linear_in.weight" in found and any(
         name.startswith(("blocks.0.block.", "layers.")) for name in found
     ):
@@ -113,13 +113,13 @@ def recognise(found: Shapes, *, source: object, activation: Activation) -> Layou
     if "stem.weight" in found and "head.weight" in found:
         raise UserError(
             str(source),
-            "its weights are of this project and need no conversion",
+            "its weights have this project's format and need no conversion",
             "Give the folder with its config.json to the other commands",
             code="wrong-command",
         )
     raise UserError(
         str(source),
-        f"its tensor names ({first(list(found))}) are of no known family",
+        f"its tensor names ({first(list(found))}) belong to no known family",
         "Known are scaling_mlps' BottleneckMLP and MLP (linear_in.weight, ...) and timm's mixer_*"
         " (stem.proj.weight, blocks.0.mlp_tokens.fc1.weight, ...)",
         code="unknown-format",
@@ -131,7 +131,8 @@ def _sizes(found: Shapes, name: str, *axes: str) -> Sequence[int]:
     shape = found.get(name)
     if shape is None or len(shape) != len(axes) or not all(shape):
         given = "missing" if shape is None else "x".join(map(str, shape)) or "a single number"
-        raise UserError(name, f"it is {given}, needed {' x '.join(axes)}", code="mismatch")
+        problem = f"the shape is {given} instead of {' x '.join(axes)}"
+        raise UserError(name, problem, "give the weights of a supported model", code="mismatch")
     return shape
 
 
@@ -145,7 +146,8 @@ def _scaling_mlp(found: Shapes, activation: Activation) -> Layout:
     side, depth = math.isqrt(num_inputs // 3), _num("blocks", found)
     if 3 * side * side != num_inputs:
         problem = f"{num_inputs} columns are not the pixels of a square RGB image"
-        raise UserError("linear_in.weight", problem, code="unsupported")
+        fix = "give weights for square RGB images"
+        raise UserError("linear_in.weight", problem, fix, code="unsupported")
     names = pairs("linear_in", "stem")
     if depth:
         hidden, _ = _sizes(found, "blocks.0.block.0.weight", "hidden", "width")
@@ -185,16 +187,16 @@ def _scaling_mlp(found: Shapes, activation: Activation) -> Layout:
 
 def _mixer(found: Shapes, activation: Activation) -> Layout:
     """(A gmixer has the names of a Mixer, but its fc2 does not fit.)"""
-    channels, colours, patch, width = _sizes(
-        found, "stem.proj.weight", "channels", "colours", "height", "width"
+    channels, colors, patch, width = _sizes(
+        found, "stem.proj.weight", "channels", "colors", "height", "width"
     )
     token_hidden, tokens = _sizes(found, "blocks.0.mlp_tokens.fc1.weight", "hidden", "tokens")
     channel_hidden, _ = _sizes(found, "blocks.0.mlp_channels.fc1.weight", "hidden", "channels")
     side = math.isqrt(tokens)
-    if (colours, patch, side**2) != (3, width, tokens):
+    if (colors, patch, side**2) != (3, width, tokens):
         raise UserError(
             "stem.proj.weight",
-            f"it has {colours} channels and {tokens} patches of {patch} x {width}",
+            f"it has {colors} channels and {tokens} patches of {patch} x {width}",
             "Only square RGB images in square patches are supported",
             code="unsupported",
         )

@@ -17,7 +17,7 @@ from data_prep.publish import sha256_of
 from finetune.weights.command import names_of
 from finetune.weights.foreign import Family, Foreign, convert
 from finetune.weights.reading import Kind, read_weights
-from pretrain.augment.augmentation import Normalisation
+from pretrain.augment.augmentation import Normalization
 from pretrain.checkpoints.card import CONFIG, TIMM_TRANSFORM, ModelCard, config_of
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import save_folder
@@ -26,22 +26,23 @@ from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters
 from pretrain.models.spec import Activation
 
-IMAGENET = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-CIFAR = Normalisation((0.49139968, 0.48215827, 0.44653124), (0.24703233, 0.24348505, 0.26158768))
-STL10 = Normalisation((0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616))
-HALF = Normalisation((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-NONE = Normalisation((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-NORMALISATIONS: dict[Family, dict[str, Normalisation]] = {
+IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+CIFAR = Normalization((0.49139968, 0.48215827, 0.44653124), (0.24703233, 0.24348505, 0.26158768))
+STL10 = Normalization((0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616))
+HALF = Normalization((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+NONE = Normalization((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+NORMALIZATIONS: dict[Family, dict[str, Normalization]] = {
     "scaling_mlps": {"cifar": CIFAR, "stl10": STL10, "": IMAGENET},
     "timm": {"miil": NONE, "": HALF},
 }
-"""Statistics by a word in the file's name, from public data_stats.py and timm's default_cfgs."""
+"""Normalization by a word in the file's name, from the public data_stats.py of scaling_mlps and
+timm's default_cfgs."""
 SQUARES: dict[str, Any] = {
     "stored_crop": "longer_side",
     "stored_interpolation": "area",
     "fed_interpolation": "area",
 }
-"""FFCV's settings in scaling_mlps."""
+"""Crop and interpolation of FFCV in scaling_mlps."""
 FROM_CONFIG, DEFAULT = "from the config next to the file", "the default of"
 _AVERAGE: dict[Kind, str] = {"ema": "the running average", "raw": "the plain weights"}
 
@@ -54,7 +55,7 @@ def import_weights(given: argparse.Namespace) -> list[str]:
     foreign = convert(
         stored.weights, source=file, flattening=given.flattening, activation=activation
     )
-    normalisation, reason = _normalisation(given, config, foreign.family)
+    normalization, reason = _normalization(given, config, foreign.family)
     names, naming = _classes(given.classes, config, foreign)
     average = f"{_AVERAGE[given.weights]}, " if stored.average else ""
     facts: dict[str, Any] = SQUARES
@@ -69,8 +70,8 @@ def import_weights(given: argparse.Namespace) -> list[str]:
         model=foreign.spec,
         image_size=foreign.image_size,
         classes=names,
-        channel_mean=normalisation.mean,
-        channel_std=normalisation.std,
+        channel_mean=normalization.mean,
+        channel_std=normalization.std,
         dataset=given.name or file.stem,
         origin=(
             f"{foreign.family}: {file.name}, sha256 {sha256_of(file)}, {average}read as"
@@ -133,14 +134,14 @@ def _activation(given: str | None, config: dict[str, Any]) -> tuple[Activation, 
     return cast(Activation, found), source
 
 
-def _normalisation(
+def _normalization(
     given: argparse.Namespace, config: dict[str, Any], family: Family
-) -> tuple[Normalisation, str]:
+) -> tuple[Normalization, str]:
     if given.mean and given.std:
-        return Normalisation(tuple(given.mean), tuple(given.std)), "as given"
+        return Normalization(tuple(given.mean), tuple(given.std)), "as given"
     if family == "timm" and "mean" in config and "std" in config:
-        return Normalisation(_three(config["mean"]), _three(config["std"])), FROM_CONFIG
-    known, text = NORMALISATIONS[family], given.file.name.lower()
+        return Normalization(_three(config["mean"]), _three(config["std"])), FROM_CONFIG
+    known, text = NORMALIZATIONS[family], given.file.name.lower()
     if not any(word in text for word in known if word) and family == "scaling_mlps":
         text = str(config.get("dataset", ""))
     word = next(word for word in known if word in text)
@@ -153,7 +154,9 @@ def _three(values: object) -> tuple[float, float, float]:
         red, green, blue = map(float, cast(Any, values))
     except (TypeError, ValueError):
         fix = "give --mean and --std"
-        raise UserError("config", f"{values!r} is no mean or std", fix, code="damaged") from None
+        raise UserError(
+            "config", f"{values!r} is not a valid mean or std", fix, code="damaged"
+        ) from None
     return red, green, blue
 
 

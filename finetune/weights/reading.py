@@ -21,7 +21,7 @@ from data_prep.errors import UserError
 from pretrain.checkpoints.weights import first
 
 AVERAGES = ("state_dict_ema", "model_ema")
-"""Names of the running average in training files, in timm's order."""
+"""Names of averaged weights in training files, in timm's order."""
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "weights", "params", "net")
 PREFIXES = ("module.", "_orig_mod.", "model.")
 _FAULTS = (
@@ -36,7 +36,7 @@ _FAULTS = (
     AttributeError,
     SafetensorError,
 )
-"""Errors of torch's and safetensors' readers for bytes that are no weights."""
+"""Errors that torch and safetensors raise for bytes that are not weights."""
 _SIGNS_OF_CODE = ("Unsupported global", "unsupported GLOBAL", "TorchScript")
 
 Kind = Literal["ema", "raw"]
@@ -44,7 +44,7 @@ Kind = Literal["ema", "raw"]
 
 @dataclass(frozen=True)
 class Stored:
-    """The weights of a file."""
+    """Weights read from a file."""
 
     weights: dict[str, Tensor]
     average: str = ""
@@ -52,10 +52,8 @@ class Stored:
 
 
 def read_weights(path: Path, *, kind: Kind = "ema") -> Stored:
-    """Return tensors by name, without wrapping dictionaries and prefixes.
-
-    `kind` chooses between a running average and the weights if the file has both.
-    """
+    """Return tensors by name, without enclosing dictionaries and prefixes of names. `kind` chooses
+    between averaged and plain weights if the file has both."""
     head = b""
     try:
         with path.open("rb") as file:

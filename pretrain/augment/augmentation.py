@@ -47,7 +47,7 @@ IN_PLACE = PixelOrder()
 
 
 def pixel_order(seed: int, *, size: int) -> Tensor:
-    """Return the source position of each pixel of a square image."""
+    """Return, for each pixel of a permuted square image, the index of its source pixel."""
     return torch.from_numpy(
         np.argsort(hash64(seed, int(Purpose.PIXELS), np.arange(size**2)), kind="stable")
     )
@@ -60,7 +60,7 @@ def kernels() -> ModuleType:
     return on_gpu
 
 
-class Normalisation(NamedTuple):
+class Normalization(NamedTuple):
     """Channel mean and standard deviation on the scale 0..1."""
 
     mean: tuple[float, float, float]
@@ -69,13 +69,13 @@ class Normalisation(NamedTuple):
 
 @dataclass(frozen=True)
 class Prepared:
-    """Inputs of a training step: images, and labels as a mixture of two."""
+    """Inputs of a training step: images, and one label each or a mixture of two labels."""
 
     images_BCHW: Tensor
     labels_B: Tensor
     other_labels_B: Tensor | None = None
     weight_B: Tensor | None = None
-    """Fraction of `labels_B`; the rest is for `other_labels_B`."""
+    """Weight of `labels_B` in the mixture. `other_labels_B` has the remaining weight."""
 
 
 class Augmentation:
@@ -87,7 +87,7 @@ class Augmentation:
         *,
         seed: int,
         image_size: int,
-        normalisation: Normalisation,
+        normalization: Normalization,
         device: torch.device,
         dtype: torch.dtype,
         pixels: PixelOrder = IN_PLACE,
@@ -99,15 +99,15 @@ class Augmentation:
             device,
             dtype,
         )
-        self.normalisation = normalisation
+        self.normalization = normalization
         self._is_permuted_first, self._order_P = pixels.permute == "before", None
         if pixels.pixel_permutation is not None:
             self._order_P = pixel_order(pixels.pixel_permutation, size=image_size).to(device)
-        self._mean = torch.tensor(normalisation.mean, device=device).mul(255).view(1, 3, 1, 1)
+        self._mean = torch.tensor(normalization.mean, device=device).mul(255).view(1, 3, 1, 1)
         self._scale = torch.tensor(
-            [1 / (255 * max(std, 1e-6)) for std in normalisation.std], device=device
+            [1 / (255 * max(std, 1e-6)) for std in normalization.std], device=device
         ).view(1, 3, 1, 1)
-        mean_levels = [min(255, round(255 * mean)) for mean in normalisation.mean]
+        mean_levels = [min(255, round(255 * mean)) for mean in normalization.mean]
         self._fill_C = torch.tensor(mean_levels, dtype=torch.uint8, device=device)
         self._policy = parse_policy(settings.auto_augment) if settings.auto_augment else None
         self._mixer = PairMixer(settings) if settings.mixing else None
@@ -116,7 +116,7 @@ class Augmentation:
             device.type == "cpu",
             kernels() if device.type == "cuda" else None,
         )
-        self._colours_23 = torch.stack([self._mean, self._scale]).view(2, 3)
+        self._colors_23 = torch.stack([self._mean, self._scale]).view(2, 3)
         self._area = settings.crop_interpolation == "area"
         is_on_cpu = (
             self._on_cpu
@@ -167,7 +167,7 @@ class Augmentation:
                 images, boxes, weights=drawn.weight if drawn else None
             )
         else:
-            pictures = self._normalise(self._cropped(batch, draws))
+            pictures = self._normalize(self._cropped(batch, draws))
             if self.settings.erase_probability > 0:
                 blocks = draw_blocks(self.settings, draws, size=self.image_size)
                 pictures = erase(pictures, blocks, mode=self.settings.erase_mode)
@@ -179,14 +179,15 @@ class Augmentation:
     def _finished(
         self, images_BHWC: Tensor, boxes: Boxes, *, weights: Floats | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Make the images in one pass. Return them and the weights on the same device."""
+        """Crop, mix and normalize in one pass. Return the images and the weights on the same
+        device."""
         size, dtype, area = self.image_size, self.dtype, self._area
         if self._kernels:
-            made: tuple[Tensor, Tensor | None] = self._kernels.crop_mix_normalise(
+            made: tuple[Tensor, Tensor | None] = self._kernels.crop_mix_normalize(
                 self._move(images_BHWC),
                 boxes,
                 size=size,
-                colours_23=self._colours_23,
+                colors_23=self._colors_23,
                 weights=weights,
                 dtype=dtype,
                 area=area,
@@ -194,7 +195,7 @@ class Augmentation:
             return made
         mean, scale = (tuple(values.flatten().tolist()) for values in (self._mean, self._scale))
         out = self._buffers.empty(len(images_BHWC), 3, size, size, dtype=dtype)
-        pictures = on_cpu.crop_mix_normalise(
+        pictures = on_cpu.crop_mix_normalize(
             images_BHWC,
             boxes,
             size=size,
@@ -211,7 +212,7 @@ class Augmentation:
         self, images_BHWC: Tensor, boxes: Boxes, *, cubic: Flags | None, levels: bool = False
     ) -> Tensor:
         if self._kernels:
-            pictures, _ = self._kernels.crop_mix_normalise(
+            pictures, _ = self._kernels.crop_mix_normalize(
                 images_BHWC,
                 boxes,
                 size=self.image_size,
@@ -236,16 +237,17 @@ class Augmentation:
         pictures = images.permute(0, 3, 1, 2).float()
         if not self._are_complete(boxes, stored=images.shape[1]):
             pictures = self._resampled(images, boxes, cubic=cubic)
-        return Prepared(self._normalise(pictures).to(self.dtype), self._move(batch.labels_B))
+        return Prepared(self._normalize(pictures).to(self.dtype), self._move(batch.labels_B))
 
     def _plain_boxes(self, batch: Batch, *, fraction: float) -> tuple[Boxes, Flags | None]:
-        """Return the central squares (`fraction` of their sides), and flags for cubic resizing."""
+        """Return the central square of each image, with `fraction` of its side. If the filter is
+        cubic, also return True for each image."""
         settings, count = self.settings, len(batch.images_BHWC)
         boxes = central_boxes(batch.images_BHWC.shape[1], _aspects(batch), fraction=fraction)
         return boxes, np.ones(count, bool) if settings.plain_filter == "bicubic" else None
 
     def _are_complete(self, boxes: Boxes, *, stored: int) -> bool:
-        """Return True if the boxes are the stored images, which have the model's size."""
+        """Return True if every box is a complete image that has the model's size already."""
         extents = np.concatenate([boxes.height, boxes.width])
         return stored == self.image_size and bool((extents == stored).all())
 
@@ -274,7 +276,7 @@ class Augmentation:
             return images_BHWC.permute(0, 3, 1, 2).float()
         return self._resampled(images_BHWC, boxes, cubic=kernels)
 
-    def _normalise(self, pictures: Tensor) -> Tensor:
+    def _normalize(self, pictures: Tensor) -> Tensor:
         return (pictures - self._mean) * self._scale
 
     def _move(self, tensor: Tensor) -> Tensor:

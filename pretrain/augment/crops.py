@@ -25,12 +25,13 @@ Flags = NDArray[np.bool_]
 
 _CROP_TRIES = 10
 _LEVEL_BITS = 15
-"""Bits of a weight: 8 bits of a pixel and a cubic sum of up to 1.3 also fit float32's 24 bits."""
+"""Fractional bits of a weight. A sum of up to 1.3 (cubic) times 8-bit pixels then fits float32's 24
+bits."""
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """One crop per image, in pixels. `flip` mirrors the crop."""
+    """One crop box per image, in pixels. `flip`: mirror the crop."""
 
     top: NDArray[np.float64]
     left: NDArray[np.float64]
@@ -44,7 +45,7 @@ def whole_boxes(count: int, size: int) -> Boxes:
 
 
 def central_boxes(size: int, aspects_B: Floats, *, fraction: float) -> Boxes:
-    """Return the central square of each image; `fraction` of its side."""
+    """Return the central square of each original image, with `fraction` of its shorter side."""
     width, height = _largest(size, 1 / aspects_B, fraction=fraction)
     top, left = np.round((size - height) / 2), np.round((size - width) / 2)
     return Boxes(top, left, height, width, np.zeros(len(aspects_B), bool))
@@ -64,9 +65,10 @@ def draw_flips(settings: AugmentSettings, draws: Draws) -> Flags:
 def draw_boxes(
     settings: AugmentSettings, draws: Draws, *, stored_size: int, aspects_B: Floats
 ) -> Boxes:
-    """Draw random resized crops as torchvision: ten tries at area and ratio, else the center.
+    """Draw random resized crops as torchvision: ten tries at area and ratio, otherwise the center.
 
-    An image of aspect a is stored as a square, in which a box of aspect r has r / a.
+    An image of aspect ratio a is stored as a square. A crop of aspect ratio r has r / a in this
+    square.
     """
     flip, count = draw_flips(settings, draws), len(aspects_B)
     if settings.crop_scale is None:
@@ -95,17 +97,17 @@ def draw_boxes(
     height, width = np.where(found, height, tallest), np.where(found, width, widest)
     top = np.floor(draws.uniform(Purpose.CROP_TOP) * (stored_size - height + 1))
     left = np.floor(draws.uniform(Purpose.CROP_LEFT) * (stored_size - width + 1))
-    centre_top, centre_left = (
+    center_top, center_left = (
         np.floor((stored_size - height) / 2),
         np.floor((stored_size - width) / 2),
     )
     return Boxes(
-        np.where(found, top, centre_top), np.where(found, left, centre_left), height, width, flip
+        np.where(found, top, center_top), np.where(found, left, center_left), height, width, flip
     )
 
 
 def draw_kernels(settings: AugmentSettings, draws: Draws, *, count: int) -> Flags | None:
-    """Return a flag for each image that is resized with the cubic filter, or None."""
+    """Return True for each image that is resized with the cubic filter; None if none is."""
     if settings.crop_interpolation == "random":
         return draws.uniform(Purpose.CROP_KERNEL) < 0.5
     return np.ones(count, bool) if settings.crop_interpolation == "bicubic" else None
@@ -115,14 +117,14 @@ def resample(
     images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None = None, area: bool = False
 ) -> Tensor:
     """Resize the boxes to `size` pixels: float (B, C, O, O). `area`: use INTER_AREA."""
-    batch, height, width, colours = images_BHWC.shape
+    batch, height, width, colors = images_BHWC.shape
     rows_BOH, columns_BOW = _weights(images_BHWC, boxes, size=size, cubic=cubic, area=area)
     pictures_BHWC = images_BHWC.float()
-    down_BOWC = _product(rows_BOH, pictures_BHWC.view(batch, height, width * colours)).view(
-        batch, size, width, colours
+    down_BOWC = _product(rows_BOH, pictures_BHWC.view(batch, height, width * colors)).view(
+        batch, size, width, colors
     )
-    across_BWOC = down_BOWC.permute(0, 2, 1, 3).reshape(batch, width, size * colours)
-    out_BOOC = _product(columns_BOW, across_BWOC).view(batch, size, size, colours)
+    across_BWOC = down_BOWC.permute(0, 2, 1, 3).reshape(batch, width, size * colors)
+    out_BOOC = _product(columns_BOW, across_BWOC).view(batch, size, size, colors)
     out_BCOO = out_BOOC.permute(0, 3, 2, 1)
     return out_BCOO if cubic is None else out_BCOO.clamp(0, 255)  # a cubic overshoots
 
@@ -132,17 +134,15 @@ def resample_levels(
 ) -> Tensor:
     """Resize to integer levels, uint8 (B, O, O, C), as PIL: first across, then down, rounded after
     each pass."""
-    batch, height, width, colours = images_BHWC.shape
+    batch, height, width, colors = images_BHWC.shape
     rows_BOH, columns_BOW = _weights(
         images_BHWC, boxes, size=size, cubic=cubic, area=area, fixed_point=True
     )
     across_BWHC = images_BHWC.permute(0, 2, 1, 3).float()
-    narrow_BOHC = _levels(
-        _product(columns_BOW, across_BWHC.reshape(batch, width, height * colours))
-    )
-    down_BHOC = narrow_BOHC.view(batch, size, height, colours).permute(0, 2, 1, 3)
-    out_BOOC = _levels(_product(rows_BOH, down_BHOC.reshape(batch, height, size * colours)))
-    return out_BOOC.view(batch, size, size, colours).to(torch.uint8)
+    narrow_BOHC = _levels(_product(columns_BOW, across_BWHC.reshape(batch, width, height * colors)))
+    down_BHOC = narrow_BOHC.view(batch, size, height, colors).permute(0, 2, 1, 3)
+    out_BOOC = _levels(_product(rows_BOH, down_BHOC.reshape(batch, height, size * colors)))
+    return out_BOOC.view(batch, size, size, colors).to(torch.uint8)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -162,10 +162,11 @@ def axis_weights(
     enlarged_B: Tensor | None = None,
     fixed_point: bool = False,
 ) -> Tensor:
-    """Return (B, O, stored_size) weights of an antialiased resize of [start, start + extent) to
-    `size` pixels. `enlarged_B` selects INTER_AREA: True if either side of the box is enlarged.
+    """Return the weights (B, O, stored_size) of an antialiased resize of [start, start + extent) to
+    `size` pixels.
 
-    Fixed-point weights have 15 bits after the point, before and after the division by their sum.
+    `enlarged_B`: use INTER_AREA; True if either side of an image's box is enlarged. Fixed-point
+    weights have 15 fractional bits, before and after the division by their sum.
     """
     device = start_B.device
     start_B11, extent_B11 = start_B.view(-1, 1, 1), extent_B.view(-1, 1, 1)
@@ -174,8 +175,8 @@ def axis_weights(
     pixel_11H = torch.arange(stored_size, device=device, dtype=torch.float32).view(1, 1, -1) + 0.5
     if enlarged_B is None:
         ratio_B11 = extent_B11 / size
-        centre_BO1 = start_B11 + (out_BO1 + 0.5) * ratio_B11
-        distance_BOH = (pixel_11H - centre_BO1).abs() / ratio_B11.clamp(min=1.0)
+        center_BO1 = start_B11 + (out_BO1 + 0.5) * ratio_B11
+        distance_BOH = (pixel_11H - center_BO1).abs() / ratio_B11.clamp(min=1.0)
         weights_BOH = (1 - distance_BOH).clamp(min=0)
         if cubic_B is not None:
             weights_BOH = torch.where(cubic_B.view(-1, 1, 1), _cubic(distance_BOH), weights_BOH)
@@ -203,7 +204,7 @@ def padded_crop(
     padding: int,
     mode: PaddingMode,
 ) -> Tensor:
-    """Pad the images, crop the stored size at (top, left), and flip."""
+    """Pad the images, crop squares of the stored size at (top, left), and flip."""
     _, height, width, _ = images_BHWC.shape
     rows_BH = top[:, None] + np.arange(height)
     columns_BW = left[:, None] + np.arange(width)
@@ -230,7 +231,7 @@ def draw_offsets(
 
 
 def _reflected(places: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """Mirror positions at the first and the last pixel without doubling these pixels."""
+    """Reflect positions at the first and the last pixel, without repeating these pixels."""
     period = max(2 * size - 2, 1)
     around = places % period
     return np.minimum(around, period - around) if size > 1 else np.zeros_like(places)
@@ -276,7 +277,8 @@ def _weights(
 
 def _covered(start_B1H: Tensor, begin_BO1: Tensor, end_BO1: Tensor, enlarged_B11: Tensor) -> Tensor:
     """Return the fraction of each output pixel [begin, end) that the pixel at `start` covers. If
-    either side is enlarged, OpenCV uses at most two pixels, and the second one gets the rest."""
+    either side is enlarged, OpenCV uses at most two pixels: the second one gets the remaining
+    weight."""
     covered_BOH = (
         torch.minimum(start_B1H + 1, end_BO1) - torch.maximum(start_B1H, begin_BO1)
     ).clamp(min=0)

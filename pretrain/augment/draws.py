@@ -32,7 +32,7 @@ class Purpose(IntEnum):
         ERASE_RATIO,
         ERASE_TOP,
         ERASE_LEFT,
-        ERASE_COLOUR,
+        ERASE_COLOR,
         ERASE_NOISE,
     ) = range(12, 20)
     MIX, SWITCH, CUTMIX, CUTMIX_ROW, CUTMIX_COLUMN = range(20, 25)
@@ -41,13 +41,13 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True)
 class Draws:
-    """Numbers for every image (or pair) of a batch. `more` numbers several draws for one purpose,
-    with one array axis each."""
+    """Random numbers for every image (or pair) of a batch. Each argument in `more` numbers several
+    draws of one purpose, along an axis of the result."""
 
     keys: tuple[ArrayLike, ...]
 
     def uniform(self, purpose: Purpose, *more: ArrayLike) -> Floats:
-        """Draw from [0, 1): (B, *more)."""
+        """Draw uniform numbers from [0, 1): (B, *more)."""
         return uniform(*self._parts(purpose, more), after=self._after(more))
 
     def normal(self, purpose: Purpose, *more: ArrayLike) -> Floats:
@@ -56,15 +56,15 @@ class Draws:
     def integer(
         self, purpose: Purpose, count: int | NDArray[np.int64], *more: ArrayLike
     ) -> NDArray[np.int64]:
-        """Draw from 0..count-1."""
+        """Draw integers from 0 to count - 1."""
         return np.floor(self.uniform(purpose, *more) * count).astype(np.int64)
 
     def key(self, purpose: Purpose) -> NDArray[np.int64]:
-        """Return 64 bits per image, from which the device makes numbers."""
+        """Return 64 bits per image. The device makes random numbers from them."""
         return hash64(*self._parts(purpose, ()), after=self._hashed).view(np.int64)
 
     def of(self, rows: NDArray[np.int64]) -> "Draws":
-        """Select some of the images."""
+        """Return the random numbers of some of the images."""
         return Draws(tuple(np.asarray(key)[rows] if np.ndim(key) else key for key in self.keys))
 
     @cached_property
@@ -76,7 +76,7 @@ class Draws:
         return np.asarray(_with_axes(self._hashed, sum(np.ndim(numbers) for numbers in more)))
 
     def _parts(self, purpose: Purpose, more: tuple[ArrayLike, ...]) -> list[ArrayLike]:
-        """Put each array on its own axis: shared parts are hashed once."""
+        """Give each array its own axis, so that shared parts are hashed once."""
         axes = sum(np.ndim(numbers) for numbers in more)
         parts: list[ArrayLike] = [int(purpose)]
         for numbers in more:
@@ -93,7 +93,8 @@ def _with_axes(numbers: ArrayLike, axes: int) -> ArrayLike:
 def first_that(
     fits: NDArray[np.bool_], *tries: NDArray[Any]
 ) -> tuple[NDArray[np.bool_], list[NDArray[Any]]]:
-    """Return True if one of several tries (the last axis) fits, and the numbers of the first."""
+    """Return True for each row with a fitting try (the last axis), and the numbers of its first
+    fitting try."""
     first = np.expand_dims(fits.argmax(axis=-1), -1)
     return np.asarray(fits.any(axis=-1)), [
         np.take_along_axis(each, first, axis=-1)[..., 0] for each in tries
@@ -115,8 +116,8 @@ _ALIGNMENT = 16
 
 
 def send(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:
-    """Return one tensor per array: views of one buffer, copied from pinned memory without
-    synchronization."""
+    """Copy the arrays to the device without synchronization. They become views of one buffer, sent
+    from pinned memory."""
     places, end = {}, 0
     for name, array in arrays.items():
         places[name] = end

@@ -37,7 +37,7 @@ class ErasedBlocks:
     left_nK: NDArray[np.int64]
     height_nK: NDArray[np.int64]
     width_nK: NDArray[np.int64]
-    colours_nKC: NDArray[np.float32]
+    colors_nKC: NDArray[np.float32]
     noise_keys_n: NDArray[np.int64]
 
 
@@ -63,21 +63,21 @@ def draw_blocks(settings: AugmentSettings, draws: Draws, *, size: int) -> Erased
     height_nK, width_nK = (np.where(drawn_nK, side_nK, 0).astype(np.int64) for side_nK in sides)
     top_nK = draws.integer(Purpose.ERASE_TOP, size - height_nK + 1, blocks)
     left_nK = draws.integer(Purpose.ERASE_LEFT, size - width_nK + 1, blocks)
-    colours_nKC = draws.normal(Purpose.ERASE_COLOUR, blocks, np.arange(3)).astype(np.float32)
+    colors_nKC = draws.normal(Purpose.ERASE_COLOR, blocks, np.arange(3)).astype(np.float32)
     return ErasedBlocks(
-        rows, top_nK, left_nK, height_nK, width_nK, colours_nKC, draws.key(Purpose.ERASE_NOISE)
+        rows, top_nK, left_nK, height_nK, width_nK, colors_nKC, draws.key(Purpose.ERASE_NOISE)
     )
 
 
 def erase(pictures_BCOO: Tensor, blocks: ErasedBlocks, *, mode: EraseMode) -> Tensor:
-    """Change the images in place."""
+    """Erase the blocks in place."""
     if not len(blocks.rows):
         return pictures_BCOO
-    _, colours, size, _ = pictures_BCOO.shape
+    _, colors, size, _ = pictures_BCOO.shape
     edges = {
         "rows": blocks.rows, "top": blocks.top_nK, "bottom": blocks.top_nK + blocks.height_nK,
         "left": blocks.left_nK, "right": blocks.left_nK + blocks.width_nK,
-        "colours": blocks.colours_nKC, "keys": blocks.noise_keys_n,
+        "colors": blocks.colors_nKC, "keys": blocks.noise_keys_n,
     }  # fmt: skip
     sent = send(edges, pictures_BCOO.device)
     place_O = torch.arange(size, device=pictures_BCOO.device)
@@ -85,19 +85,20 @@ def erase(pictures_BCOO: Tensor, blocks: ErasedBlocks, *, mode: EraseMode) -> Te
     inside_nK1O = _between(place_O, sent["left"], sent["right"]).unsqueeze(-2)
     pictures_nCOO = pictures_BCOO.index_select(0, sent["rows"])
     if mode == "pixel":
-        noise_nCOO = normal_noise(sent["keys"], colours * size * size).view(-1, colours, size, size)
+        noise_nCOO = normal_noise(sent["keys"], colors * size * size).view(-1, colors, size, size)
         inside_n1OO = (inside_nKO1 & inside_nK1O).any(dim=1, keepdim=True)
         pictures_nCOO = torch.where(inside_n1OO, noise_nCOO, pictures_nCOO)
     else:
         for block in range(blocks.top_nK.shape[1]):
             inside_n1OO = (inside_nKO1[:, block] & inside_nK1O[:, block]).unsqueeze(1)
-            fill = sent["colours"][:, block, :, None, None] if mode == "rand" else 0.0
+            fill = sent["colors"][:, block, :, None, None] if mode == "rand" else 0.0
             pictures_nCOO = torch.where(inside_n1OO, fill, pictures_nCOO)
     return pictures_BCOO.index_copy_(0, sent["rows"], pictures_nCOO)
 
 
 def normal_noise(keys_n: Tensor, count: int) -> Tensor:
-    """Return (n, count) normal numbers from 23 bits of SplitMix64's sequence of each key."""
+    """Return (n, count) normal random numbers. Each uses 23 bits of the SplitMix64 sequence of its
+    row's key."""
     place = torch.arange(1, count + 1, device=keys_n.device)
     state = keys_n.unsqueeze(-1) + place * _GOLDEN
     state = (state ^ _shifted(state, 30)) * _M1
@@ -108,7 +109,7 @@ def normal_noise(keys_n: Tensor, count: int) -> Tensor:
 
 
 def _shifted(values: Tensor, places: int) -> Tensor:
-    """Shift to the right with zeros (torch's >> repeats the sign)."""
+    """Shift right and insert zeros. torch's >> repeats the sign bit."""
     return (values >> places) & ((1 << (64 - places)) - 1)
 
 

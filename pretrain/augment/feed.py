@@ -23,7 +23,7 @@ from pretrain.data.loader import Batch, Batches, BatchSource, Waits, as_stored
 
 T = TypeVar("T")
 NUM_AHEAD = 2
-"""Batches on the GPU in addition to the one in use."""
+"""Batches that the GPU prepares in addition to the one in use."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Ahead(Generic[T]):
         *,
         waits: "Waits[tuple[T, torch.cuda.Event]]" = Future.result,
     ):
-        """`waits`: function that waits for the thread in `next`."""
+        """`waits`: function with which `next` waits for the thread."""
         self._batches, self._make, self._waits = batches, make, waits
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._device = self._stream.device  # has a number; accelerate's device may lack one
@@ -97,7 +97,8 @@ def _on_gpu(made: object) -> Iterator[Tensor]:
 
 
 def finish_for(augmentation: Augmentation) -> Callable[[Batch], Any]:
-    """Return the function that the loader's threads apply to each batch: on a CPU it augments."""
+    """Return the function that the loader's threads apply to each batch. On a CPU it augments the
+    batch."""
     return as_stored if augmentation.device.type == "cuda" else partial(_augmented, augmentation)
 
 
@@ -106,7 +107,7 @@ def _augmented(augmentation: Augmentation, batch: Batch) -> Fed:
 
 
 class Feed:
-    """The augmented micro-batches. Use the feed as a context manager and call `next`."""
+    """Iterator over the augmented micro-batches. Use it as a context manager."""
 
     def __init__(
         self,
@@ -115,8 +116,8 @@ class Feed:
         *,
         waits: "Waits[tuple[Fed, torch.cuda.Event]]" = Future.result,
     ):
-        """`batches`: batches with `finish=finish_for(augmentation)`. `waits`: function that waits
-        in `next` on a GPU. On a CPU `next` waits for the loader."""
+        """`batches`: batches with `finish=finish_for(augmentation)`. `waits`: function with which
+        `next` waits on a GPU. On a CPU, `next` waits for the loader."""
         self._batches, self._ahead = batches, None
         if augmentation.device.type == "cuda":
             make = partial(_augmented, augmentation)

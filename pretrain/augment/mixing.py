@@ -21,12 +21,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Mix:
-    """One row per image, equal for all images that share a draw."""
+    """Parameters of each image's mixture, equal for all images that share a draw."""
 
     weight: Floats
-    """Fraction of the image's own label."""
+    """Weight of the image's own label."""
     blend: Floats
-    """Fraction of the image in each pixel outside the box."""
+    """Weight of the image in the pixels outside the box."""
     top: Ints
     bottom: Ints
     left: Ints
@@ -71,7 +71,7 @@ class PairMixer:
         return Mix(weight, blend, top, bottom, left, right)
 
     def mix(self, pictures_BCOO: Tensor, drawn: Mix) -> tuple[Tensor, Tensor]:
-        """Return the mixed images, and the fraction of each image's own label."""
+        """Return the mixed images, and the weight of each image's own label."""
         device, size = pictures_BCOO.device, pictures_BCOO.shape[-1]
         pictures_BCOO, others_BCOO = self.with_partners(pictures_BCOO)
         shares = {
@@ -95,7 +95,7 @@ class PairMixer:
         return torch.lerp(others_BCOO, pictures_BCOO, own_B111), sent["weight"]
 
     def with_partners(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return images (or labels), and their partners in the mixture."""
+        """Return images (or labels), and the partner with which each is mixed."""
         if self.settings.mixup_pairing == "ffcv":
             return rows[1:], rows[:-1]
         return rows, rows[torch.arange(len(rows), device=rows.device) ^ 1]

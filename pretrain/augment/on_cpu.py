@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 assert sys.byteorder == "little"
 
 Function = TypeVar("Function", bound=Callable[..., object])
-Colours = tuple[float, float, float]
+Colors = tuple[float, float, float]
 Bits = NDArray[np.uint16]
 Words = NDArray[np.uint64]
 Floats = NDArray[np.float32]
@@ -52,22 +52,22 @@ _BYTE, _HALF, _ONE = np.uint32(255), np.uint32(0x7FFF), np.uint32(1)
 _PIXEL = np.uint64(24)
 
 
-def crop_mix_normalise(
+def crop_mix_normalize(
     images_BHWC: Tensor,
     boxes: "Boxes",
     *,
     size: int,
-    mean: Colours,
-    scale: Colours,
+    mean: Colors,
+    scale: Colors,
     weights: NDArray[np.float64] | None,
     dtype: torch.dtype,
     area: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the boxes as (B, 3, size, size). Pairs are mixed as w[i] x[i] + (1 - w[i]) x[i ^ 1],
-    then normalized as (x - mean) * scale.
+    """Crop, resize, mix and normalize: return (B, 3, size, size).
 
-    Images are uint8 and square. `weights` None: no mixing. `dtype` is float32, or bfloat16 rounded
+    Pairs are mixed as w[i] x[i] + (1 - w[i]) x[i ^ 1], then normalized as (x - mean) * scale.
+    Images are uint8 and square. `weights=None`: do not mix. `dtype`: float32, or bfloat16 rounded
     to nearest even. `out`: memory for the result.
     """
     _check(images_BHWC, boxes, weights)
@@ -117,7 +117,7 @@ def crop_mix_normalise(
 def crop(images_BHWC: Tensor, boxes: "Boxes", *, size: int, area: bool = False) -> Tensor:
     """Resize the boxes to `size` pixels: float32 (B, 3, size, size) on the scale 0..255."""
     zero, one = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
-    return crop_mix_normalise(
+    return crop_mix_normalize(
         images_BHWC,
         boxes,
         size=size,
@@ -130,7 +130,7 @@ def crop(images_BHWC: Tensor, boxes: "Boxes", *, size: int, area: bool = False) 
 
 
 def _check(images_BHWC: Tensor, boxes: "Boxes", weights: NDArray[np.float64] | None) -> None:
-    """Check the arguments, because the loops below read memory unchecked."""
+    """Check the arguments, because the loops below do not check bounds."""
     batch, stored = len(images_BHWC), images_BHWC.shape[1]
     assert images_BHWC.dtype == torch.uint8 and images_BHWC.device.type == "cpu", (
         images_BHWC.dtype,
@@ -154,7 +154,7 @@ def _check(images_BHWC: Tensor, boxes: "Boxes", weights: NDArray[np.float64] | N
 
 
 def _most_taps(ratio: float) -> int:
-    """Return an even upper bound of the taps of an output pixel."""
+    """Return an even upper bound for the source pixels (taps) of an output pixel."""
     return 2 * ((int(np.ceil(2 * max(ratio, 1.0))) + 2) // 2)
 
 
@@ -178,7 +178,7 @@ def _view(flat: NDArray[np.uint8]) -> Words:
 
 
 def _inner(function: Function) -> Function:
-    """Compile a function into its caller, and cache it with the caller."""
+    """Compile a function that is inlined into its caller and cached with it."""
     return cast(
         Function, numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)(function)
     )
@@ -200,24 +200,24 @@ def _taps(
     first: NDArray[np.int64] | Words,
     weights: Floats,
 ) -> int:
-    """Fill the first pixel and the weights (taps, O) of each output pixel, as `axis_weights`.
-    Return the largest number of taps."""
+    """Compute the first source pixel and the weights (taps, O) of each output pixel, as
+    `axis_weights`. Return the largest number of taps."""
     size = first.shape[0]
     ratio = extent / size
     support = max(ratio, 1.0)
     most = 1
     for o in range(size):
         at = size - 1 - o if mirror else o
-        centre = start + (o + 0.5) * ratio
+        center = start + (o + 0.5) * ratio
         # the first pixel whose center may count; rounding may give one too early, whose weight is
         # not positive
-        low = max(int(max(centre - support, start) - 0.5), 0)
+        low = max(int(max(center - support, start) - 0.5), 0)
         taps, total = 0, 0.0
         for pixel in range(low, stored):
             middle = pixel + 0.5
-            if middle >= start + extent or middle >= centre + support:
+            if middle >= start + extent or middle >= center + support:
                 break
-            weight = 1 - abs(middle - centre) / support
+            weight = 1 - abs(middle - center) / support
             if weight > 0 and middle > start:
                 low = pixel if taps == 0 else low
                 weights[taps, at] = weight
@@ -239,7 +239,7 @@ def _area_taps(
     first: NDArray[np.int64] | Words,
     weights: Floats,
 ) -> int:
-    """Fill them for INTER_AREA, as `_covered`."""
+    """Compute first pixels and weights for INTER_AREA, as `_covered`."""
     size = first.shape[0]
     most = 1
     for o in range(size):
@@ -264,7 +264,7 @@ def _area_taps(
 
 @_inner
 def _settle(weights: Floats, at: int, taps: int, total: float) -> None:
-    """Divide the weights by their sum, and clear the unused ones."""
+    """Divide the weights by their sum, and set unused weights to zero."""
     for k in range(taps):
         weights[k, at] /= total
     for k in range(taps, weights.shape[0]):
@@ -272,7 +272,7 @@ def _settle(weights: Floats, at: int, taps: int, total: float) -> None:
 
 
 @_inner
-def _colour(pixel: np.uint32, shift: np.uint32) -> np.float32:
+def _color(pixel: np.uint32, shift: np.uint32) -> np.float32:
     return np.float32(np.int32((pixel >> shift) & _BYTE))
 
 
@@ -286,7 +286,7 @@ def _across(
     near: Words,
     row: Floats,
 ) -> None:
-    """Resize a source row that starts at byte `start` across, into three planes (3, O)."""
+    """Resize one source row, from byte `start` on, horizontally into three color planes (3, O)."""
     size = near.shape[0]
     row[:] = 0
     for k in range(0, taps, 2):
@@ -295,14 +295,15 @@ def _across(
         for x in range(size):
             one, two = np.uint32(near[x]), np.uint32(near[x] >> _PIXEL)
             u, v = weights[k, x], weights[k + 1, x]
-            row[0, x] += _colour(one, _FIRST) * u + _colour(two, _FIRST) * v
-            row[1, x] += _colour(one, _SECOND) * u + _colour(two, _SECOND) * v
-            row[2, x] += _colour(one, _THIRD) * u + _colour(two, _THIRD) * v
+            row[0, x] += _color(one, _FIRST) * u + _color(two, _FIRST) * v
+            row[1, x] += _color(one, _SECOND) * u + _color(two, _SECOND) * v
+            row[2, x] += _color(one, _THIRD) * u + _color(two, _THIRD) * v
 
 
 @_inner
 def _down(ring: Floats, at: int, weights: Floats, o: int, taps: int, row: Floats) -> None:
-    """Sum `taps` rows of the ring, from source row `at` on, into an output row of three planes."""
+    """Resize vertically: sum `taps` rows of the ring, from source row `at` on, into one output row
+    of three color planes."""
     rows = ring.shape[0]
     one, two = ring[at % rows], ring[(at + 1) % rows]
     u, v = weights[0, o], weights[1, o]
@@ -325,7 +326,7 @@ def _finish(
     b: int,
     o: int,
 ) -> None:
-    """Mix two rows of three planes, and normalize."""
+    """Mix two output rows of three color planes, and normalize them."""
     for c in range(3):
         mine, his, line = own[c], other[c], out[b, c, o]
         u, v, w = np.float32(share * scale[c]), np.float32((1 - share) * scale[c]), shift[c]
@@ -344,7 +345,7 @@ def _finish_rounded(
     b: int,
     o: int,
 ) -> None:
-    """Do the same, rounded to bfloat16 bits (nearest, ties to even)."""
+    """Mix and normalize as `_finish`, then round to bfloat16 bits (nearest, ties to even)."""
     for c in range(3):
         mine, his, line = own[c], other[c], out[b, c, o]
         u, v, w = np.float32(share * scale[c]), np.float32((1 - share) * scale[c]), shift[c]
@@ -354,7 +355,7 @@ def _finish_rounded(
 
 
 def _scratch(size: int, taps: int) -> Scratch:
-    """Allocate the working memory of two images; inside `_augment` numba compiles seconds
+    """Allocate the working memory of two images. Inside `_augment`, compiling this takes seconds
     longer."""
     ring, rows = np.zeros((2, taps, 3 * size), np.float32), np.zeros((2, 3 * size), np.float32)
     return (
@@ -388,7 +389,7 @@ def _augment(
     out32: Floats,
     out16: Bits,
 ) -> None:
-    """Make `together` images (1, or 2 that are mixed) at a time, output row by output row."""
+    """Compute `together` images at a time (1, or the 2 of a pair), one output row after another."""
     ring, ring_planes, rows, row_planes, down, across, first, offsets, near = scratch
     tall, wide, made = counts[0], counts[1], counts[2]
     size, most = near.shape[0], ring.shape[1]

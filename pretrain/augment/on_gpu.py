@@ -26,32 +26,31 @@ if TYPE_CHECKING:
     from pretrain.augment.crops import Boxes, Flags
 
 _BLOCK = 512
-"""Output pixels of a program of four warps: four pixels for each thread."""
+"""Output pixels of one Triton program with four warps: four pixels per thread."""
 NO_MIXING, PAIRS, PREVIOUS = 0, 1, 2
-"""Values of the kernel's MIXING."""
+"""Values of the kernel's argument MIXING."""
 _ONE = tl.constexpr(32768.0)
-"""1 as a fixed-point weight, 2^`_LEVEL_BITS` of crops.py."""
+"""The number 1 as a fixed-point weight: 2^`_LEVEL_BITS` of crops.py."""
 _WHOLE = tl.constexpr(12582912.0)
-"""1.5 * 2^23: adding and subtracting it rounds a float32 below 2^22 as torch's round."""
+"""1.5 * 2^23. Adding and subtracting it rounds a float32 below 2^22, as torch.round does."""
 
 
-def crop_mix_normalise(
+def crop_mix_normalize(
     images_BHWC: Tensor,
     boxes: "Boxes",
     *,
     size: int,
-    colours_23: Tensor | None = None,
+    colors_23: Tensor | None = None,
     weights: NDArray[np.float64] | None = None,
     dtype: torch.dtype = torch.float32,
     cubic: "Flags | None" = None,
     area: bool = False,
     levels: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the images as on_cpu.py does, and the weights on the GPU. `levels`: return them as
-    `resample_levels`.
+    """Return the images as on_cpu.py does, and the weights on the GPU.
 
-    A weight for each image mixes the images of a pair. One weight less mixes each image except the
-    first with the previous one (`mixup_pairing: ffcv`).
+    `levels`: return integer levels as `resample_levels`. One weight per image: mix pairs of images.
+    One weight less: mix each image except the first with the previous one (`mixup_pairing: ffcv`).
     """
     count, side = len(images_BHWC), (size, size)
     mixing = NO_MIXING if weights is None else PAIRS if len(weights) == count else PREVIOUS
@@ -67,7 +66,7 @@ def crop_mix_normalise(
         (num_made, *side, 3) if levels else (num_made, 3, *side),
         dtype=torch.uint8 if levels else dtype,
     )
-    gather(out, images_BHWC.contiguous(), sent_7B, colours_23, mixing, area, cubic is not None)
+    gather(out, images_BHWC.contiguous(), sent_7B, colors_23, mixing, area, cubic is not None)
     return out, None if weights is None else sent_7B[5, count - len(weights) :]
 
 
@@ -76,7 +75,7 @@ def gather(
     out: Tensor,
     images_BHWC: Tensor,
     boxes_7B: Tensor,
-    colours_23: Tensor | None,
+    colors_23: Tensor | None,
     mixing: int,
     area: bool,
     cubic: bool,
@@ -93,13 +92,13 @@ def gather(
     ratio = max(stored / size, 1.0)
     taps = math.ceil(ratio) + 1 if area else math.ceil(ratio * (4 if cubic else 2))
     kind = {"TAPS": taps, "MIXING": mixing, "AREA": area, "CUBIC": cubic, "LEVELS": levels}
-    kind["NORMALISED"] = colours_23 is not None
-    colours = boxes_7B if colours_23 is None else colours_23  # a pointer is required
+    kind["NORMALIZED"] = colors_23 is not None
+    colors = boxes_7B if colors_23 is None else colors_23  # a pointer is required
     with torch.cuda.device_of(out):
         _gather[(blocks * (len(out) // 2 if mixing == PAIRS else len(out)),)](
             images_BHWC,
             boxes_7B,
-            colours,
+            colors,
             out,
             batch,
             stored,
@@ -115,7 +114,7 @@ def gather(
 def _gather(
     images,
     boxes,
-    colours,
+    colors,
     out,
     count,
     stored,
@@ -126,7 +125,7 @@ def _gather(
     AREA: tl.constexpr,
     CUBIC: tl.constexpr,
     LEVELS: tl.constexpr,
-    NORMALISED: tl.constexpr,
+    NORMALIZED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     number = tl.program_id(0) // blocks * (2 if MIXING == 1 else 1)
@@ -160,26 +159,26 @@ def _gather(
                 LEVELS,
             )
             own, own2 = tl.load(boxes + 5 * count + number), tl.load(boxes + 5 * count + number + 1)
-            at = (out, colours, number + 1 if MIXING == 1 else number, pixel, is_pixel, size)
-            _finish(at, 0, red2 * own2 + red * (1 - own2), NORMALISED)
-            _finish(at, 1, green2 * own2 + green * (1 - own2), NORMALISED)
-            _finish(at, 2, blue2 * own2 + blue * (1 - own2), NORMALISED)
+            at = (out, colors, number + 1 if MIXING == 1 else number, pixel, is_pixel, size)
+            _finish(at, 0, red2 * own2 + red * (1 - own2), NORMALIZED)
+            _finish(at, 1, green2 * own2 + green * (1 - own2), NORMALIZED)
+            _finish(at, 2, blue2 * own2 + blue * (1 - own2), NORMALIZED)
             red = red * own + red2 * (1 - own)
             green = green * own + green2 * (1 - own)
             blue = blue * own + blue2 * (1 - own)
         if MIXING < 2:
-            at = (out, colours, number, pixel, is_pixel, size)
-            _finish(at, 0, red, NORMALISED)
-            _finish(at, 1, green, NORMALISED)
-            _finish(at, 2, blue, NORMALISED)
+            at = (out, colors, number, pixel, is_pixel, size)
+            _finish(at, 0, red, NORMALIZED)
+            _finish(at, 1, green, NORMALIZED)
+            _finish(at, 2, blue, NORMALIZED)
 
 
 @triton.jit
-def _finish(at, COLOUR: tl.constexpr, value, NORMALISED: tl.constexpr):
-    out, colours, number, pixel, is_pixel, size = at
-    if NORMALISED:
-        value = (value - tl.load(colours + COLOUR)) * tl.load(colours + 3 + COLOUR)
-    place = out + (number.to(tl.int64) * 3 + COLOUR) * (size * size) + pixel
+def _finish(at, COLOR: tl.constexpr, value, NORMALIZED: tl.constexpr):
+    out, colors, number, pixel, is_pixel, size = at
+    if NORMALIZED:
+        value = (value - tl.load(colors + COLOR)) * tl.load(colors + 3 + COLOR)
+    place = out + (number.to(tl.int64) * 3 + COLOR) * (size * size) + pixel
     tl.store(place, value.to(out.dtype.element_ty), is_pixel)
 
 
@@ -188,7 +187,7 @@ def _made(
     images, boxes, count, number, y, x, is_pixel, stored, size,
     TAPS: tl.constexpr, AREA: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Return one image's colors at output (y, x), on the scale 0..255."""
+    """Return the colors of one image at output pixel (y, x), on the scale 0..255."""
     top, left = tl.load(boxes + number), tl.load(boxes + count + number)
     height, width = tl.load(boxes + 2 * count + number), tl.load(boxes + 3 * count + number)
     x = tl.where(tl.load(boxes + 4 * count + number) > 0, size - 1 - x, x)
@@ -237,7 +236,8 @@ def _made(
 
 @triton.jit
 def _axis(at, start, extent, size, cubic, AREA: tl.constexpr, CUBIC: tl.constexpr):
-    """Return the first stored pixel of each output pixel, and numbers for `_share`."""
+    """Return the first stored pixel of each output pixel on one axis, and the numbers that `_share`
+    needs."""
     ratio = tl.div_rn(extent, size * 1.0)
     if AREA:  # divide last: pixel edges are exact
         begin, end = tl.div_rn(at * extent, size * 1.0), tl.div_rn((at + 1) * extent, size * 1.0)
@@ -245,10 +245,10 @@ def _axis(at, start, extent, size, cubic, AREA: tl.constexpr, CUBIC: tl.constexp
     else:
         width = tl.maximum(ratio, 1.0)
         reach = width * tl.where(cubic, 2.0, 1.0) if CUBIC else width
-        centre = start + (at + 0.5) * ratio
+        center = start + (at + 0.5) * ratio
         first, known = (
-            tl.floor(tl.maximum(centre - reach, start) + 0.5),
-            (start, centre, width, start + extent),
+            tl.floor(tl.maximum(center - reach, start) + 0.5),
+            (start, center, width, start + extent),
         )
     return first.to(tl.int32), known
 
@@ -265,7 +265,7 @@ def _share(
     CUBIC: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    """Return the weight of the `k`-th pixel before normalization, as `axis_weights`."""
+    """Return the weight of the `k`-th stored pixel before normalization, as `axis_weights`."""
     pixel = first + k
     if AREA:
         start, begin, end, _ = known
@@ -275,9 +275,9 @@ def _share(
         share = tl.where(enlarged & (k > 0), tl.where(k == 1, 1 - share, 0.0), share)
         share = tl.where(pixel < stored, share, 0.0)
     else:
-        start, centre, width, end = known
+        start, center, width, end = known
         middle = pixel + 0.5
-        distance = tl.abs(middle - centre)
+        distance = tl.abs(middle - center)
         distance = tl.div_rn(distance, width) if LEVELS else distance * tl.div_rn(1.0, width)
         share = tl.maximum(1 - distance, 0.0)
         if CUBIC:
@@ -294,7 +294,7 @@ def _share(
 
 @triton.jit
 def _settled(share, total, LEVELS: tl.constexpr):
-    """Divide fixed-point weights by their sum. Floats are divided once, at the end."""
+    """Divide fixed-point weights by their sum. Float weights are divided once, at the end."""
     return ((tl.div_rn(share * _ONE, total) + _WHOLE) - _WHOLE) / _ONE if LEVELS else share
 
 

@@ -31,13 +31,14 @@ from pretrain.augment.plan import Operation, OperationPlan
 Arrays = dict[str, NDArray[Any]]
 Ints = NDArray[np.int64]
 Change = Callable[[Tensor, Tensor], Tensor]
-"""Function from (n images, their numbers) to changed images, or tables of levels."""
+"""Function of n images and one number for each. It returns changed images, or tables of levels."""
 
 LEVELS = np.arange(256)
 
 
 def apply_plan(pictures_BHWC: Tensor, plan: OperationPlan, *, fill_C: Tensor) -> Tensor:
-    """Change the uint8 images in place. `fill_C` is the color of pixels from outside."""
+    """Apply the plan to the uint8 images in place. `fill_C`: color of pixels that come from outside
+    the image."""
     _, height, width, _ = pictures_BHWC.shape
     layers = [
         _arrays(plan, layer, height=height, width=width) for layer in range(len(plan.operations_LB))
@@ -58,7 +59,7 @@ def apply_plan(pictures_BHWC: Tensor, plan: OperationPlan, *, fill_C: Tensor) ->
 
 
 def _arrays(plan: OperationPlan, layer: int, *, height: int, width: int) -> Arrays:
-    """Return the rows of each kind that occurs, and their numbers."""
+    """Return the rows and numbers of each kind that occurs in one step of the plan."""
     operations, strengths, cubic = (
         plan.operations_LB[layer],
         plan.strengths_LB[layer],
@@ -85,7 +86,8 @@ def _arrays(plan: OperationPlan, layer: int, *, height: int, width: int) -> Arra
 
 
 def _apply_layer(pictures_BHWC: Tensor, sent: dict[str, Tensor], *, fill_C: Tensor) -> None:
-    """Apply all kinds in any order, because their rows differ. All tables use one lookup."""
+    """Apply one step of the plan. The kinds need no order, because their rows differ. All tables
+    use one lookup."""
 
     def result(name: str, change: Change) -> Tensor:
         return change(pictures_BHWC.index_select(0, sent[name]), sent[f"{name}.known"])
@@ -110,7 +112,7 @@ def _apply_layer(pictures_BHWC: Tensor, sent: dict[str, Tensor], *, fill_C: Tens
 
 
 def fixed_tables(operations_n: Ints, strengths_n: Floats) -> NDArray[np.uint8]:
-    """Return the tables (n, 256) of operations that do not depend on the image."""
+    """Return the tables (n, 256) of operations whose tables do not depend on the image."""
     tables = np.empty((len(operations_n), 256), np.uint8)
     for operation, table in _FIXED.items():
         here = operations_n == operation
@@ -138,7 +140,7 @@ _FIXED: dict[Operation, Callable[[Floats], NDArray[Any]]] = {
     Operation.BRIGHTNESS: _brightened,
 }
 FIXED = tuple(_FIXED)
-"""The operations of `fixed_tables`."""
+"""Operations whose tables do not depend on the image."""
 
 
 def look_up(pictures_nHWC: Tensor, tables_nCL: Tensor) -> Tensor:
@@ -150,7 +152,8 @@ def look_up(pictures_nHWC: Tensor, tables_nCL: Tensor) -> Tensor:
 
 
 def autocontrast_tables(pictures_nHWC: Tensor, _: Tensor) -> Tensor:
-    """Map the darkest level of a channel to 0 and the lightest to 255; keep a flat channel."""
+    """Return tables that map a channel's darkest level to 0 and its lightest to 255. A constant
+    channel is kept."""
     low_nC1 = pictures_nHWC.amin(dim=(1, 2)).double().unsqueeze(-1)
     high_nC1 = pictures_nHWC.amax(dim=(1, 2)).double().unsqueeze(-1)
     # 255 / x would be computed as 255 * (1 / x)
@@ -163,14 +166,14 @@ def autocontrast_tables(pictures_nHWC: Tensor, _: Tensor) -> Tensor:
 
 
 def equalize_tables(pictures_nHWC: Tensor, _: Tensor) -> Tensor:
-    """Equalize the histogram of each channel."""
-    count, height, width, colours = pictures_nHWC.shape
+    """Return tables that equalize the histogram of each channel."""
+    count, height, width, colors = pictures_nHWC.shape
     device = pictures_nHWC.device
     places = _table_places(pictures_nHWC).view(-1).long()
-    histogram = torch.zeros(count * colours * 256, dtype=torch.int32, device=device)
+    histogram = torch.zeros(count * colors * 256, dtype=torch.int32, device=device)
     histogram_nCL = histogram.scatter_add_(
         0, places, torch.ones_like(places, dtype=torch.int32)
-    ).view(count, colours, 256)
+    ).view(count, colors, 256)
     up_to_nCL = histogram_nCL.cumsum(dim=-1, dtype=torch.int32)
     highest_nC = pictures_nHWC.amax(dim=(1, 2)).long().unsqueeze(-1)
     step_nC1 = (height * width - histogram_nCL.gather(-1, highest_nC)) // 255
@@ -180,24 +183,24 @@ def equalize_tables(pictures_nHWC: Tensor, _: Tensor) -> Tensor:
 
 
 def contrast_tables(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
-    """Move levels away from (or toward) the mean brightness of the image."""
-    grey_nHW = _grey(pictures_nHWC)
-    pixels = grey_nHW[0].numel()
-    mean_n1 = (2 * grey_nHW.sum(dim=(1, 2)).unsqueeze(-1) + pixels) // (2 * pixels)
+    """Return tables that move levels away from (or toward) the mean brightness of the image."""
+    gray_nHW = _gray(pictures_nHWC)
+    pixels = gray_nHW[0].numel()
+    mean_n1 = (2 * gray_nHW.sum(dim=(1, 2)).unsqueeze(-1) + pixels) // (2 * pixels)
     levels_L = torch.arange(256, device=pictures_nHWC.device, dtype=torch.float32)
     tables_nL = _blend(mean_n1.float(), levels_L, factors_n.view(-1, 1))
     return tables_nL.unsqueeze(1).expand(-1, pictures_nHWC.shape[-1], -1)
 
 
 def saturate(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
-    """Blend: 0 is gray, 1 the image, above 1 more colorful."""
-    grey_nHW1 = _grey(pictures_nHWC).float().unsqueeze(-1)
-    return _blend(grey_nHW1, pictures_nHWC.float(), factors_n.view(-1, 1, 1, 1))
+    """Interpolate from gray (factor 0) to the image (1), or beyond."""
+    gray_nHW1 = _gray(pictures_nHWC).float().unsqueeze(-1)
+    return _blend(gray_nHW1, pictures_nHWC.float(), factors_n.view(-1, 1, 1, 1))
 
 
 def sharpen(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
-    """Blend: 0 is smoothed, 1 the image, above 1 sharper. The 3x3 filter has center weight 5 of 13
-    and keeps the border."""
+    """Interpolate from a smoothed image (factor 0) to the image (1), or beyond. The 3x3 filter has
+    center weight 5 of 13 and keeps the border."""
     values = pictures_nHWC.int()
     columns = values[:, :-2] + values[:, 1:-1] + values[:, 2:]
     around = columns[:, :, :-2] + columns[:, :, 1:-1] + columns[:, :, 2:]
@@ -211,7 +214,7 @@ TABLES: dict[Operation, Change] = {
     Operation.EQUALIZE: equalize_tables,
     Operation.CONTRAST: contrast_tables,
 }
-"""The operations whose tables depend on the image."""
+"""Functions that make tables from images, by operation."""
 CHANGES: dict[Operation, Change] = {Operation.COLOR: saturate, Operation.SHARPNESS: sharpen}
 
 
@@ -220,29 +223,29 @@ def _blend(start: Tensor, end: Tensor, factor: Tensor) -> Tensor:
     return (start + factor * (end - start)).clamp_(0, 255).to(torch.uint8)
 
 
-def _grey(pictures_nHWC: Tensor) -> Tensor:
+def _gray(pictures_nHWC: Tensor) -> Tensor:
     """Return ITU-R 601 brightness in PIL's fixed point."""
     red, green, blue = pictures_nHWC.int().unbind(-1)
     return (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
 
 
 def _table_places(pictures_nHWC: Tensor) -> Tensor:
-    """Return the position of each level in flat tables (n, C, 256)."""
-    count, _, _, colours = pictures_nHWC.shape
-    start = torch.arange(count * colours, device=pictures_nHWC.device, dtype=torch.int32) * 256
-    return pictures_nHWC.int() + start.view(count, 1, 1, colours)
+    """Return the index of each pixel's level in the flattened tables (n, C, 256)."""
+    count, _, _, colors = pictures_nHWC.shape
+    start = torch.arange(count * colors, device=pictures_nHWC.device, dtype=torch.int32) * 256
+    return pictures_nHWC.int() + start.view(count, 1, 1, colors)
 
 
 _TOGETHER_ON_CPU = 8
-"""Number of 64 px images that fit in a core's cache."""
+"""Number of images changed together: 64 px images that fit in a core's cache."""
 TAPS = {"nearest": range(1), "linear": range(2), "cubic": range(-1, 3)}
-"""Sampled pixels, relative to the pixel at the upper left."""
+"""Positions of the sampled pixels, relative to the upper left one."""
 GEOMETRIC = tuple(operation for operation in Operation if operation >= Operation.ROTATE)
 
 
 def matrices(operations_n: Ints, strengths_n: Floats, *, height: int, width: int) -> Floats:
-    """Return (n, 6) matrices (a, b, c, d, e, f). Output (x, y) samples (a x + b y + c, d x + e y +
-    f)."""
+    """Return (n, 6) matrices (a, b, c, d, e, f). Output pixel (x, y) samples the image at (a x + b
+    y + c, d x + e y + f)."""
 
     def only(operation: Operation) -> Floats:
         return np.where(operations_n == operation, strengths_n, 0.0)
@@ -274,7 +277,7 @@ def move(pictures_nHWC: Tensor, matrices_n6: Tensor, *, sampling: str, fill_C: T
 
 
 def _move(pictures_nHWC: Tensor, matrices_n6: Tensor, *, sampling: str, fill_C: Tensor) -> Tensor:
-    count, height, width, colours = pictures_nHWC.shape
+    count, height, width, colors = pictures_nHWC.shape
     device = pictures_nHWC.device
     x_W = torch.arange(width, device=device, dtype=torch.float64) + 0.5
     y_H1 = (torch.arange(height, device=device, dtype=torch.float64) + 0.5).unsqueeze(-1)
@@ -289,7 +292,7 @@ def _move(pictures_nHWC: Tensor, matrices_n6: Tensor, *, sampling: str, fill_C: 
     below_nHW1 = (y_nHW - top_nHW).unsqueeze(-1)
     columns = [(left_nHW + tap).clamp(0, width - 1).int() for tap in taps]
     first = torch.arange(count, device=device, dtype=torch.int32).view(-1, 1, 1) * (height * width)
-    flat = pictures_nHWC.reshape(-1, colours)
+    flat = pictures_nHWC.reshape(-1, colors)
     blend = BLENDS[sampling]
     rows = []
     for tap in taps:
@@ -312,7 +315,7 @@ def _only(value: Tensor, _: Tensor) -> Tensor:
 
 
 def _cubic(v1: Tensor, v2: Tensor, v3: Tensor, v4: Tensor, share: Tensor) -> Tensor:
-    """Interpolate between v2 (0) and v3 (1) by PIL's cubic convolution with a = -1."""
+    """Interpolate from v2 (position 0) to v3 (1) by PIL's cubic convolution with a = -1."""
     difference = v1 - v2
     return v2 + share * (
         v3 - v1 + share * (2 * difference + v3 - v4 + share * (v4 - v3 - difference))

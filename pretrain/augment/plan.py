@@ -19,7 +19,7 @@ from pretrain.auto_augment import FULL_MAGNITUDE, Policy
 
 
 class Operation(IntEnum):
-    """Operations, each with the meaning of its strength."""
+    """Operations. A comment gives the meaning of the strength."""
 
     NONE = 0
     AUTOCONTRAST = 1
@@ -43,12 +43,13 @@ class Operation(IntEnum):
 
 @dataclass(frozen=True)
 class OperationPlan:
-    """Operations for every image and layer, in the order of application."""
+    """Augmentation operations of a batch: a row for each step of the policy, a column for each
+    image."""
 
     operations_LB: NDArray[np.int64]
     strengths_LB: Floats
     cubic_LB: NDArray[np.bool_]
-    """True if a geometric operation samples bicubic, False for bilinear."""
+    """True if a geometric operation interpolates bicubically, False for bilinear."""
     nearest: bool = False
     """True if geometric operations take the nearest pixel."""
 
@@ -78,7 +79,7 @@ def draw_plan(policy: Policy, draws: Draws) -> OperationPlan:
 
 
 def _choose(policy: Policy, draws: Draws) -> NDArray[np.int64]:
-    """Choose a step of the policy for each layer of each image."""
+    """Choose a step of the policy for each of an image's operations."""
     count, layers = len(policy.steps), np.arange(policy.num_layers)
     if policy.chained:
         chain_B = draws.integer(Purpose.POLICY_STEP, count // policy.num_layers)
@@ -106,7 +107,7 @@ def _magnitudes(policy: Policy, draws: Draws, steps_LB: NDArray[np.int64]) -> Fl
 
 
 Strength = Callable[[Floats, Floats], Floats]
-"""Function of level (magnitude / 10) and sign."""
+"""Function of level (magnitude / 10) and sign that returns a strength."""
 
 
 def _signed(most: float) -> Strength:

@@ -26,7 +26,7 @@ class WeightsError(CheckpointError):
 
 
 class ModelCard(PixelOrder):
-    """Metadata to use weights, and their origin."""
+    """Metadata that is needed to use weights, and their origin."""
 
     model: ModelSpec
     image_size: int
@@ -39,19 +39,19 @@ class ModelCard(PixelOrder):
     """True if trained with data.stream, without exact resumes and without a global shuffle."""
     stored_crop: CropPolicy | None = None
     stored_interpolation: Filter | None = None
-    """Method that made the training images square; None if unknown or mixed."""
+    """Filter that resized the training images to stored squares; None if unknown or not unique."""
     stored_size: int | None = None
-    """Size of these squares; None if unknown or equal to `image_size`."""
+    """Side of the stored squares in pixels; None if unknown or equal to `image_size`."""
     fed_interpolation: Filter = "bilinear"
     """Filter that resizes stored squares to `image_size`."""
     eval_crop: float = 1.0
     """Central fraction of the side used in evaluation; timm's crop_pct."""
     content_hash: str = ""
     pixels_hash: str = ""
-    """Hash of the training data, and hash of the pixels that readers make of it."""
+    """Hash of the training data, and hash of the pixels that readers decode from it."""
     step: int = 0
     run_key: str = ""
-    """Key of the run. Only weights of our runs have these four fields."""
+    """Key of the run. Only weights trained by this package have these four fields."""
     origin: str = ""
     """File or repository of imported weights."""
     code_sha256: str = ""
@@ -60,8 +60,8 @@ class ModelCard(PixelOrder):
     """Transform of weights imported from timm (interpolation, crop_pct, crop_mode), for timm."""
 
     def other_pixels(self, manifest: Manifest, *, dataset: str) -> str | None:
-        """Return a warning if the squares of a dataset were made in another way than the training
-        data."""
+        """Return a warning if a dataset's images were made square in another way than the training
+        images."""
         known = self.stored_crop, self.stored_interpolation
         own = manifest.crop, manifest.interpolation
         if None in known or known == own:
@@ -75,7 +75,7 @@ class ModelCard(PixelOrder):
 
 
 TIMM_ARCHITECTURE = "wide_mlps"
-"""Name that `pretrain.models.timm_names` registers for any spec."""
+"""Architecture with which `pretrain.models.timm_names` registers any spec in timm."""
 
 TIMM_MIXERS = {
     (32, 8, 512): "mixer_s32_224",
@@ -85,10 +85,10 @@ TIMM_MIXERS = {
     (32, 24, 1024): "mixer_l32_224",
     (16, 24, 1024): "mixer_l16_224",
 }
-"""Mixers of timm by (patch size, blocks, channels). Their image size and widths can be set."""
+"""Mixers in timm by (patch size, blocks, channels). Image size and widths are their arguments."""
 
 TIMM_TRANSFORM = ("interpolation", "crop_pct", "crop_mode")
-"""Keys of timm for making images square."""
+"""Keys with which timm describes how images are made square."""
 
 _TIMM_KEYS = (
     "architecture",
@@ -103,7 +103,8 @@ _TIMM_KEYS = (
 
 
 def timms_own(card: ModelCard) -> tuple[str, dict[str, Any]] | None:
-    """Return (architecture, arguments) of timm's own model that computes the same, or None."""
+    """Return (architecture, arguments) of timm's own model that computes the same; None if timm has
+    none."""
     spec, size = card.model, card.image_size
     if not isinstance(spec, MixerSpec) or spec.activation != "gelu":
         return None
@@ -117,10 +118,11 @@ def timms_own(card: ModelCard) -> tuple[str, dict[str, Any]] | None:
 
 
 def config_of(card: ModelCard, *, for_plain_timm: bool = False) -> dict[str, Any]:
-    """Return config.json: the metadata, and the arguments of `timm.create_model("local-dir:...")`.
+    """Return the content of config.json: metadata, and arguments of
+    `timm.create_model("local-dir:...")`.
 
-    `for_plain_timm`: the weights have the names of `timms_own`, so timm loads them without this
-    package.
+    `for_plain_timm`: the weights have timm's names (see `timms_own`), so timm loads them without
+    this package.
     """
     fields, count = card.model_dump(mode="json"), len(card.classes)
     architecture = TIMM_ARCHITECTURE
@@ -162,15 +164,21 @@ def read_card(directory: Path) -> ModelCard:
     except ValidationError as error:
         fault = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
         raise WeightsError(
-            str(path), f"is not valid ({fault})", "Use other weights", code="unknown-format"
+            str(path),
+            f"the file is not valid ({fault})",
+            "Use other weights",
+            code="unknown-format",
         ) from None
     except OSError as error:
-        problem, fix = f"cannot be read ({error})", "Copy the checkpoint again, or use another"
+        problem, fix = (
+            f"the file cannot be read ({error})",
+            "Copy the checkpoint again, or use another",
+        )
         if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
             raise WeightsError(str(path), problem, fix, code="missing-path") from None
         raise CheckpointError(str(path), problem, fix, code="unreadable") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:  # written by others
-        problem = f"is not valid ({str(error).splitlines()[0]})"
+        problem = f"the file is not valid ({str(error).splitlines()[0]})"
         raise WeightsError(str(path), problem, "Use other weights", code="unknown-format") from None
 
 
@@ -184,17 +192,18 @@ _SYNSETS = {
     21842: "imagenet22k_ms",
     21843: "imagenet21k_goog",
 }
-"""Names of timm's lists of WordNet names by their number of classes."""
+"""Names of timm's lists of WordNet classes, by number of classes."""
 
 
 def is_of_timm(tree: Any) -> bool:
-    """Return True if only timm has written this config.json."""
+    """Return True if timm wrote this config.json, not this package."""
     keys = tree.keys() if isinstance(tree, dict) else set()
     return keys >= {"pretrained_cfg", "architecture"} and "model" not in keys
 
 
 def _card_of_timm(tree: dict[str, Any], *, shapes: dict[str, list[int]]) -> ModelCard:
-    """Make metadata whose model is ours if we have the architecture, otherwise timm's."""
+    """Return metadata for a folder of timm. Its model has our architecture if we have it, otherwise
+    timm's."""
     config, name = tree["pretrained_cfg"], tree["architecture"]
     arguments = {
         key: value
@@ -264,7 +273,7 @@ def _classes_of_timm(count: int) -> list[str]:
 
 
 def shapes_in(path: Path) -> dict[str, list[int]]:
-    """Read the shapes of the tensors in a safetensors file."""
+    """Return the tensor shapes of a safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     try:

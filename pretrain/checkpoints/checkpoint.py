@@ -46,9 +46,9 @@ class Checkpoint:
     directory: Path
     card: ModelCard
     hashes: Mapping[str, str]
-    """Hashes (sha256) by file; {} for a folder without hashes."""
+    """Hashes (sha256) by file name; {} for a folder without hashes."""
     origin: str = ""
-    """Name hf-hub:USER/NAME@COMMIT; "" if the weights are not from the hub."""
+    """Name of weights from the hub, hf-hub:USER/NAME@COMMIT; "" for other weights."""
 
     @classmethod
     def open(cls, place: Path | str, *, verify: bool = True) -> "Checkpoint":
@@ -86,9 +86,11 @@ class Checkpoint:
 
     @classmethod
     def newest(cls, run_dir: Path, *, to_read: bool = False) -> "Checkpoint | None":
-        """Return the newest complete checkpoint of a run; None if it never had one. `to_read`: only
-        the weights are needed, which a user may have copied without hashes."""
-        places, fault = list_checkpoints(run_dir), f"{LATEST} names a missing one"
+        """Return the newest complete checkpoint of a run; None if the run never had one.
+
+        `to_read`: only the weights are needed, so a copy without hashes is accepted.
+        """
+        places, fault = list_checkpoints(run_dir), f"{LATEST} names a missing checkpoint"
         needed = (MODEL, CONFIG) if to_read else (MODEL, OPTIMIZER, CONFIG, TRAINER)
         for directory in reversed(places):
             is_bare = to_read and not (directory / HASHES).exists()
@@ -101,13 +103,17 @@ class Checkpoint:
                 print(words, file=sys.stderr)
         if not places and not (checkpoints_dir(run_dir) / LATEST).exists():
             return None
-        fix = "use another run" if to_read else f"move {checkpoints_dir(run_dir)} to begin again"
+        fix = (
+            "use another run" if to_read else f"move {checkpoints_dir(run_dir)} away to begin again"
+        )
         problem = f"every checkpoint is damaged ({fault})"
-        raise CheckpointError(str(run_dir), problem, f"Copy one again, or {fix}", code="damaged")
+        raise CheckpointError(
+            str(run_dir), problem, f"Copy a checkpoint again, or {fix}", code="damaged"
+        )
 
     @classmethod
     def read(cls, directory: Path, *, origin: str = "") -> "Checkpoint":
-        """Read a checkpoint that a process of this node has verified."""
+        """Return a checkpoint that a process of this node has verified already."""
         try:
             hashes = json.loads((directory / HASHES).read_text())
         except (OSError, ValueError):
@@ -120,7 +126,7 @@ class Checkpoint:
 
     @classmethod
     def found(cls, place: str) -> "Checkpoint | None":
-        """Open a checkpoint without reading weights; None if the checkpoint does not exist."""
+        """Find a checkpoint without reading its weights. Return None if it does not exist."""
         try:
             if is_on_hub(place):
                 directory, origin = fetch(place, files=(CONFIG, HASHES))
@@ -138,8 +144,8 @@ class Checkpoint:
 
     @property
     def home(self) -> Path:
-        """Directory next to which results of these weights are written: runs/USER--NAME for weights
-        of the hub, which are in a cache."""
+        """Directory next to which results of these weights are written. Weights from the hub are in
+        a cache, so they use runs/USER--NAME."""
         if not self.origin:
             return self.directory.absolute()
         repository = self.origin.partition("@")[0].rpartition(":")[2]
@@ -159,7 +165,7 @@ class Checkpoint:
 
 
 def check_source(run_dir: Path, pretrained: str | None) -> None:
-    """Check that `pretrained` still holds the weights that the run began with."""
+    """Check that the weights in `pretrained` have not changed since the run began."""
     begun = begun_with(run_dir)
     source = Checkpoint.found(pretrained) if pretrained is not None and begun else None
     if source is None or source.sha256 == begun["weights_sha256"]:
@@ -173,7 +179,7 @@ def check_source(run_dir: Path, pretrained: str | None) -> None:
 
 
 def fault_of(directory: Path, *, needed: tuple[str, ...]) -> str | None:
-    """Return a problem of the needed files, compared with their hashes, or None."""
+    """Compare the needed files with their hashes. Return the first problem, or None."""
     try:
         hashes: dict[str, str] = json.loads((directory / HASHES).read_text())
         for name in needed:

@@ -53,7 +53,7 @@ from pretrain.ranks.starts import check_owner
 BEST = "best.json"
 PIECE_BYTES = 4 << 20
 FLUSHED_BYTES = 256 << 20
-"""Bytes between two syncs: at 1 MB/s they take half of hang_timeout_s."""
+"""Bytes written between two syncs. At 1 MB/s this takes half of hang_timeout_s."""
 _PAGE_BYTES = 4096
 _TYPES = {
     torch.int64: "I64",
@@ -67,21 +67,21 @@ _TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Names in safetensors' order: wide types come first, so every tensor is aligned."""
+"""Names of types in safetensors' order: wide types come first, so every tensor is aligned."""
 
 
 # ---- tensors
 
 
 def flush(descriptor: int) -> None:
-    """Wait until the file is on disk. This releases Python's lock."""
+    """Wait until the file is on disk. Other threads can run meanwhile."""
     os.fsync(descriptor)
     PROGRESS.touch()
 
 
 class Flusher:
-    """Flush one file after every FLUSHED_BYTES. A single flush at the end could take any time
-    without progress."""
+    """Sync one file after every FLUSHED_BYTES. A single sync at the end could take any time without
+    progress."""
 
     def __init__(self, every_bytes: int):
         self._every_bytes, self._in_memory = every_bytes, 0
@@ -94,7 +94,7 @@ class Flusher:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write tensors on the CPU, and return the sha256 of the file."""
+    """Write CPU tensors to a file, and return its sha256."""
     digest, flusher = hashlib.sha256(), Flusher(FLUSHED_BYTES)
     with open(path, "xb", buffering=0) as file:
         for piece in _pieces(tensors):
@@ -131,8 +131,8 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Map a file into memory, which the ranks of a node share. Each page is read now, to report
-    progress."""
+    """Map a file of tensors into memory, shared by the ranks of a node. Read each page now, to
+    report progress."""
     tensors: dict[str, Tensor] = {}
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 (it is no dict)
@@ -150,7 +150,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Best:
-    """The step with the highest top-1 accuracy so far (the first of equal steps)."""
+    """Step with the highest top-1 accuracy so far; the first one if steps are equal."""
 
     step: int
     score: float
@@ -158,18 +158,18 @@ class Best:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Everything that a resume needs besides the engine's state."""
+    """State that a resume needs, except the engine's state."""
 
     step: int
     samples_consumed: int
     best: Best | None = None
     owes_evaluation: bool = False
-    """True if the evaluation of this step was skipped to stop sooner."""
+    """True if the evaluation of this step was skipped to stop sooner. A resume does it first."""
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     num_cpu_threads: int | None = None
     lengths: tuple[int, ...] = ()
-    """Numbers of steps planned for the run over time; the last one is the current number."""
+    """Planned numbers of steps, oldest first; the last one is current."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Snapshot:
 
 
 def publish(run_dir: Path, snapshot: Snapshot) -> int:
-    """Do steps 1 and 2; return the size in bytes."""
+    """Do steps 1 and 2 of the module's list. Return the size in bytes."""
     check_owner()
     engine = snapshot.engine
     state = asdict(snapshot.trainer) | {
@@ -206,7 +206,7 @@ def publish(run_dir: Path, snapshot: Snapshot) -> int:
 
 
 def load_state(directory: Path) -> tuple[EngineState, TrainerState]:
-    """Read a verified checkpoint."""
+    """Return the state in a verified checkpoint."""
     state: dict[str, Any] = json.loads((directory / TRAINER).read_text())
     num_updates, scale = state.pop("num_updates"), state.pop("engine.loss_scale")
     engine = EngineState(
@@ -226,13 +226,13 @@ class Retention:
     steps: frozenset[int] = frozenset()
 
     def keeps(self, step: int) -> bool:
-        """Return True if the checkpoint of this step is never removed."""
+        """Return True if the checkpoint of this step is kept forever."""
         every = self.keep_every_steps
         return step in self.steps or (every is not None and step % every == 0)
 
 
 def settle(run_dir: Path, snapshot: Snapshot, retention: Retention) -> None:
-    """Do steps 3 to 5."""
+    """Do steps 3 to 5 of the module's list."""
     check_owner()
     newest, best = snapshot.place(run_dir), snapshot.trainer.best
     write_atomic(checkpoints_dir(run_dir) / LATEST, newest.name.encode() + b"\n")
@@ -250,8 +250,8 @@ def settle(run_dir: Path, snapshot: Snapshot, retention: Retention) -> None:
 def superfluous(
     found: list[Path], *, newest: Path, retention: Retention, best: Best | None
 ) -> list[Path]:
-    """Return the older checkpoints that no rule keeps, and those newer than `newest`, which
-    training has abandoned. `found`: all checkpoints, oldest first."""
+    """Return the checkpoints to remove: older ones that no rule keeps, and ones newer than
+    `newest`, which training has abandoned. `found`: all checkpoints, oldest first."""
     older = [path for path in found if step_of(path) < step_of(newest)]
     kept = {newest, *older[max(0, len(older) - (retention.keep_last - 1)) :]}
     best_step = None if best is None else best.step
@@ -283,8 +283,8 @@ def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def _is_of_timm(checkpoint: Checkpoint) -> bool:
-    """Return True for a folder of timm's whose architecture we do not have. Checkpoints of our
-    training are ours, also of such a model."""
+    """Return True for a folder written by timm whose architecture we do not have. Checkpoints of
+    our training return False, even for such a model."""
     return isinstance(checkpoint.card.model, TimmModelSpec) and is_of_timm(
         json.loads((checkpoint.directory / CONFIG).read_text())
     )
@@ -301,8 +301,8 @@ def load_model(checkpoint: Checkpoint) -> ImageModel:
 
 
 def take_weights(model: ImageModel, checkpoint: Checkpoint, *, classes: tuple[str, ...]) -> None:
-    """Load weights into a model of the checkpoint's spec. If the classes differ, the model keeps
-    its own head."""
+    """Load the checkpoint's weights into a model of the same spec. If the classes differ, the model
+    keeps its own head."""
     weights, label = load_weights(checkpoint), checkpoint.card.model.label
     if checkpoint.card.classes != classes:
         own = model.state_dict()

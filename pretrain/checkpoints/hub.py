@@ -31,8 +31,8 @@ def is_on_hub(place: object) -> bool:
 
 
 def fetch(name: str, *, files: Sequence[str]) -> tuple[Path, str]:
-    """Return a folder with the existing files, and the name with its commit. If the hub cannot be
-    reached, the cache is used."""
+    """Fetch the existing files, or use the cache if the hub cannot be reached. Return the folder,
+    and the name with its commit."""
     from huggingface_hub import snapshot_download
 
     known, _, revision = name.partition("@")
@@ -65,7 +65,7 @@ def _repository_of_timm(name: str) -> str:
 
 @contextmanager
 def hub_errors(field: str, repository: str) -> Iterator[None]:
-    """Turn errors of huggingface_hub into a `HubError` of one line, and silence its own output."""
+    """Convert errors of huggingface_hub to a one-line `HubError`, and silence its own output."""
     import httpx2
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils.tqdm import disable_progress_bars

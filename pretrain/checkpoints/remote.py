@@ -79,11 +79,11 @@ RECORDS = (
     "tracking/delivered.json",
     RESULT,
 )
-"""Files in the order of the upload. They are fetched in reverse order."""
+"""Records of a run, in the order of the upload. They are fetched in reverse order."""
 
 
 def fetch_run(settings: TrainingSettings, world: World) -> None:
-    """Fetch the files that RUN lacks. `settings` have been checked against RUN."""
+    """Fetch the files that RUN lacks. The caller has checked `settings` against RUN."""
     remote = Remote.of(settings)
     if remote is None:
         return
@@ -105,7 +105,8 @@ class Remote:
         self.run_dir, self._url, self._storage = run_dir, url, storage
         self._sent: dict[str, bytes] = {}
         self.complete: dict[int, bytes | None] = {}
-        """The content of sha256.json by step; None if it has not been read yet."""
+        """Content of each complete checkpoint's sha256.json, by step; None if it has not been read
+        yet."""
 
     @classmethod
     def of(cls, settings: TrainingSettings) -> "Remote | None":
@@ -119,7 +120,7 @@ class Remote:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Let one process of the node fetch at a time. An unreachable bucket ends the attempt,
+        """Let one process of the node fetch at a time. Fail if the bucket cannot be reached,
         because the run would silently begin from scratch."""
         try:
             with PROGRESS.trusting(), sole_writer(self.run_dir / "remote", wait=True):
@@ -171,7 +172,7 @@ class Remote:
                 self.fetch(step)
 
     def best_step(self) -> int | None:
-        """Return the best step in the remote's best.json."""
+        """Return the step in the remote's best.json."""
         return _best_step(self._content(_BEST))
 
     def _belongs_to_another(self, than: str) -> SettingsError:
@@ -194,14 +195,14 @@ class Remote:
             write_atomic(place, content)
 
     def fetch_newer(self, than: int) -> Checkpoint | None:
-        """Fetch the newest undamaged checkpoint of a later step than this one."""
+        """Fetch the newest undamaged checkpoint after this step."""
         for step in sorted((step for step in self.complete if step > than), reverse=True):
             try:
                 return self.fetch(step)
             except (CheckpointError, MissingError) as error:
                 print(
                     f"WARNING: {self}: the checkpoint of step {step} is damaged ({error}). The"
-                    " previous one is fetched",
+                    " previous checkpoint is fetched instead",
                     file=sys.stderr,
                 )
                 self.complete[step] = b""  # differs from all hashes: it is uploaded again
@@ -218,7 +219,8 @@ class Remote:
         return Checkpoint.read(place)
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint of RUN and the remote; afterwards both have it."""
+        """Return the newest checkpoint of RUN and the remote, after copying it to the one that
+        lacks it."""
         own, fault = None, None
         try:
             own = Checkpoint.newest(self.run_dir)
@@ -238,7 +240,7 @@ class Remote:
         return fetched or own
 
     def receive(self, step: int) -> Checkpoint:
-        """Return the checkpoint that the first rank has chosen, on another node."""
+        """Fetch the checkpoint that the first rank has chosen, on another node."""
         place = checkpoint_dir(self.run_dir, step)
         with self.locked():
             self.list_complete()
@@ -261,7 +263,7 @@ class Remote:
     # ---- uploading
 
     def list_complete(self) -> list[str]:
-        """Note the complete checkpoints; return `step-N/FILE` of all, also of incomplete ones."""
+        """Update `complete`. Return all files as `step-N/FILE`, also of incomplete checkpoints."""
         found = names_under(self._at("checkpoints"), storage=self._storage)
         names = [name for name in found if is_checkpoint_name(name.split("/")[0])]
         steps = sorted(step_of(Path(name).parent) for name in names if name.endswith(f"/{HASHES}"))
@@ -269,7 +271,7 @@ class Remote:
         return names
 
     def _has(self, place: Path) -> bool:
-        """Return True if the remote has the same bytes of this step."""
+        """Return True if the remote has this step's checkpoint with the same hashes."""
         step = step_of(place)
         if step in self.complete and self.complete[step] is None:
             self.complete[step] = self._content(f"checkpoints/{place.name}/{HASHES}")
@@ -300,7 +302,7 @@ class Remote:
         return True
 
     def send_records(self) -> int:
-        """Upload the records that have changed; return the size of all records in bytes."""
+        """Upload the records that have changed. Return the size of all records in bytes."""
         found = {name: self._local(name) for name in reversed(RECORDS)}
         if RESULT not in self._sent and found[RESULT] is None:
             self.remove(RESULT)  # the run was extended
@@ -335,7 +337,8 @@ def _run_key(identity: bytes | None) -> str | None:
 
 
 def _best_step(content: bytes | None, *above: str) -> int | None:
-    """Return the step of the best checkpoint in a JSON record, below the keys `above`, or None."""
+    """Return the best checkpoint's step in a JSON record, below the keys `above`; None if it has
+    none."""
     try:
         found = json.loads(content or b"null")
         for key in above:

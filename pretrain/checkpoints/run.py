@@ -96,7 +96,7 @@ MAY_CHANGE = (
 """Settings that may differ when a run resumes. They change only the rounding of numbers.
 `check_length` checks `train.duration`."""
 PLACES = ("data.dataset", "data.extra_datasets")
-"""Settings that may differ if the new place has the same images."""
+"""Addresses of data. They may differ if the new address has the same images."""
 
 
 def checkpoints_dir(run_dir: Path) -> Path:
@@ -142,7 +142,7 @@ def load_run_settings(schema: type[S], *, path: str, overrides: list[str]) -> S:
 
 
 def run_and_length(place: str) -> tuple[str, str]:
-    """Split RUN@50epochs into (RUN, 50epochs); any other place is (place, "")."""
+    """Split RUN@50epochs into (RUN, 50epochs). Any other text returns (text, "")."""
     name, at, length = place.rpartition("@")
     if at and not is_on_hub(place) and "/" not in length and not Path(place).exists():
         return name, length
@@ -150,8 +150,8 @@ def run_and_length(place: str) -> tuple[str, str]:
 
 
 def checkpoint_at(place: str) -> Path | None:
-    """Return the checkpoint of RUN@50epochs or RUN@1200steps; None for any other place. The run's
-    own batch size and data turn the length into a step."""
+    """Return the checkpoint of RUN@50epochs or RUN@1200steps; None for any other text. The run's
+    own batch size and data convert the length to a step."""
     name, words = run_and_length(place)
     run_dir = Path(name)
     if not words or not (run_dir / CONFIG_FILE).is_file():
@@ -165,13 +165,14 @@ def checkpoint_at(place: str) -> Path | None:
     checkpoint = checkpoint_dir(run_dir, step)
     if checkpoint.is_dir():
         return checkpoint
-    kept = ", ".join(f"{step_of(each):,}" for each in list_checkpoints(run_dir)) or "none"
+    kept = ", ".join(f"{step_of(each):,}" for each in list_checkpoints(run_dir))
     remote = begun.get("checkpoint", {}).get("remote")
-    copy = f", copy {remote}/checkpoints/{checkpoint.name} if it exists" if remote else ""
+    copy = f"copy {remote}/checkpoints/{checkpoint.name} if it exists, or " if remote else ""
+    other = f"choose one of the steps {kept}, or " if kept else ""
     raise SettingsError(
         place,
-        f"{name} has no checkpoint of step {step:,} (it has: {kept})",
-        f"choose one of them{copy}, or add {words!r} to checkpoint.milestones before that step",
+        f"{name} has no checkpoint of step {step:,}",
+        f"{copy}{other}train again with checkpoint.milestones='[{words}]'",
         code="missing-path",
     )
 
@@ -180,8 +181,8 @@ def checkpoint_at(place: str) -> Path | None:
 
 
 def finished_result(run_dir: Path, asked: Settings | None = None) -> dict[str, Any] | None:
-    """Return the result of a finished run, or None. `asked`: current settings; a training with
-    another number of steps is not finished."""
+    """Return the result of a finished run, or None. `asked`: current settings. If they need another
+    number of steps, a training is not finished."""
     config, path, duration = run_dir / CONFIG_FILE, run_dir / RESULT, None
     if isinstance(asked, TrainingSettings) and config.exists():
         # read before the result, because `claim` removes the result first
@@ -203,7 +204,7 @@ def steps_of(settings: TrainingSettings, data: TrainingData) -> int:
 
 
 def save_result(run_dir: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """Write the result and the weights that the run began with; return both."""
+    """Save and return the result, together with the weights that the run began with."""
     check_owner()
     result = result | begun_with(run_dir)
     write_json(run_dir / RESULT, result)
@@ -211,7 +212,7 @@ def save_result(run_dir: Path, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def begun_with(run_dir: Path) -> dict[str, Any]:
-    """Return sha256, step and hub name of the weights that a run began with; {} if unknown."""
+    """Return sha256, step and hub name of the weights from which a run began; {} if unknown."""
     record = read_record(run_dir)
     parent = record.parents[0] if record and record.parents else None
     if parent is None or not parent.sha256:
@@ -238,8 +239,9 @@ def _read_record(path: Path, *, fix: str) -> dict[str, Any]:
 def check_settings(
     run_dir: Path, settings: Settings, facts: Mapping[str, Any] | None = None
 ) -> bool:
-    """Return True if this run has begun to fill the directory, False if the directory is free. Any
-    other content is an error. `facts`: identity of an evaluation, instead of its settings."""
+    """Return True if this run has begun in the directory, False if the directory is free. Other
+    content is an error. `facts`: checkpoint and data of an evaluation, compared instead of
+    settings."""
     record, kind = (CONFIG_FILE, "a run") if facts is None else (EVALUATION, "an evaluation")
     path, is_free, problem, fix = run_dir / record, is_worthless(run_dir), "", _ANOTHER
     if (run_dir / MANIFEST_NAME).exists():
@@ -286,9 +288,11 @@ def is_output(
     kind: str,
     field: str,
 ) -> bool:
-    """Return True if the directory holds this output, False if it is free. An output appears
-    atomically, so any other content is an error. `wanted`: required content of its `record`, or of
-    the record's entry `key`."""
+    """Return True if the directory holds this output, False if it is free. Other content is an
+    error, because an output appears atomically.
+
+    `wanted`: required content of the file `record`, or of its entry `key`.
+    """
     path, fix = directory / record, f"choose another {field}"
     if not path.exists():
         if directory.is_file() or any(directory.glob("*")):
@@ -303,8 +307,8 @@ def is_output(
 
 
 def other_settings(begun: dict[str, Any], settings: Settings) -> str:
-    """Return the settings that prevent a resume; "" if there are none. A setting that is newer than
-    the run had its default."""
+    """Describe the settings that prevent a resume; "" if there are none. A setting that did not
+    exist when the run began had its default."""
     with suppress(SettingsError):  # the differences name settings that no longer exist
         begun = validate(type(settings), begun).model_dump(mode="json")
     return differences(begun, settings.model_dump(mode="json"), is_free=may_change)
@@ -320,7 +324,7 @@ def check_branch(source: str, settings: Settings) -> None:
         raise SettingsError(
             "start_from",
             f"{source} resumes its run, but with other settings ({changes})",
-            "set them as the run did, or choose the checkpoint's directory to take its weights",
+            "use the run's settings, or give the checkpoint's directory to load only its weights",
             code="conflict",
         )
 
@@ -333,7 +337,8 @@ def may_change(key: str, old: Any, new: Any) -> bool:
 
 
 def _is_moved(old: Any, new: Any) -> bool:
-    """Return True if both places hold the same images. Extra datasets are compared pair by pair."""
+    """Return True if both addresses hold the same images. Extra datasets are compared pair by
+    pair."""
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         return all(
             a | {"dataset": ""} == b | {"dataset": ""} and _is_moved(a["dataset"], b["dataset"])
@@ -349,7 +354,7 @@ def _is_moved(old: Any, new: Any) -> bool:
 
 
 def check_place(run_dir: Path, *, field: str = "run_dir", remedy: str = "") -> None:
-    """Check, before ranks are started, that the directory can be made."""
+    """Check, before ranks are started, that the directory can be created."""
     above = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     is_writable = above.is_dir() and os.access(above, os.W_OK | os.X_OK)
     if not is_writable or above.is_relative_to("/proc"):
@@ -359,8 +364,8 @@ def check_place(run_dir: Path, *, field: str = "run_dir", remedy: str = "") -> N
 
 
 def is_worthless(run_dir: Path) -> bool:
-    """Return True if the run and its repetitions ended before a first checkpoint. Other settings
-    may then begin in this directory."""
+    """Return True if the run and its repetitions ended before their first checkpoint. Other
+    settings may then use the directory."""
     names = (RESULT, "checkpoints/*")
     return not any(any(run_dir.glob(above + name)) for name in names for above in ("", "*/"))
 
@@ -374,8 +379,8 @@ def claim(
     stop: StopFlag | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
-    """Hold the run directory, on the first rank, and record the new attempt. `stop` interrupts the
-    wait for another attempt. `facts`: identity of an evaluation."""
+    """Lock the run directory on the first rank, and write its config. `stop` ends the wait for the
+    lock. `facts`: checkpoint and data of an evaluation, for evaluation.json."""
     # the other ranks wait during this time
     lock_wait_s = min(ranks.lock_wait_s, ranks.timeout_s / 2)
     with hold_run(run_dir, lock_wait_s=lock_wait_s, stop=stop):
@@ -403,17 +408,17 @@ def check_resume(run_dir: Path, resume: str) -> None:
     if resume == "must" and not has:
         fix = "check run_dir, or set resume=auto to start from scratch"
         raise SettingsError(
-            "resume", f"'must', but {run_dir} has no checkpoint", fix, code="conflict"
+            "resume", f"must needs a checkpoint, but {run_dir} has none", fix, code="conflict"
         )
     if resume == "never" and has:
         fix = "choose another run_dir, or set resume=auto to resume"
         raise SettingsError(
-            "resume", f"'never', but {run_dir} has checkpoints", fix, code="conflict"
+            "resume", f"never is not valid, because {run_dir} has checkpoints", fix, code="conflict"
         )
 
 
 def check_length(data: TrainingData, settings: TrainingSettings) -> None:
-    """Check that a run, finished or not, is made longer but never shorter, and that it has the
+    """Check that a resume keeps or extends the length of the run, and that the run reaches the
     steps of `tracking.profile`."""
     run_dir, num_steps = Path(settings.run_dir), steps_of(settings, data)
     kept, result = list_checkpoints(run_dir), finished_result(run_dir)

@@ -21,7 +21,7 @@ def pairs(theirs: str, ours: str, parts: tuple[str, ...] = ("weight", "bias")) -
 
 
 def mixer_names(depth: int) -> dict[str, str]:
-    """Map timm's name of each weight of a Mixer to our name."""
+    """Map timm's name of each Mixer weight to our name."""
     table = pairs("stem.proj", "stem")
     for block in (f"blocks.{i}" for i in range(depth)):
         for number, ours in enumerate(("token", "channel"), start=1):
@@ -49,8 +49,8 @@ def to_timm(weights: Mapping[str, Tensor], spec: MixerSpec) -> dict[str, Tensor]
 
 @torch.no_grad()
 def model_of_timm(directory: Path, *, card: ModelCard) -> ImageModel:
-    """Load a folder of timm with timm, put the weights into the model of the card, and compare the
-    predictions of both."""
+    """Load a folder of timm with timm, copy the weights into the model of `card`, and check that
+    both predict the same."""
     import timm  # takes seconds, and other folders do not need it
 
     source, size = f"{directory}, of timm's {card.model.label}", card.image_size
@@ -74,7 +74,7 @@ def model_of_timm(directory: Path, *, card: ModelCard) -> ImageModel:
         assert apart < 1e-4, f"predictions differ by {apart:.1e} of the largest"
     except (AttributeError, AssertionError, RuntimeError, LookupError, TypeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        problem = f"cannot be split into features and a classifier ({reason})"
+        problem = f"the model cannot be split into features and a classifier ({reason})"
         raise UserError(source, problem, "choose another model", code="unsupported") from None
     return ours
 

@@ -24,14 +24,14 @@ from pretrain.ranks.hangs import PROGRESS
 
 RECORDS_S = 60.0
 _RECORDS_BYTES = 8 << 20
-"""A longer event log is uploaded less often, in proportion."""
+"""Size above which the event log is uploaded less often, in proportion."""
 FINAL_S = 120.0
 """Seconds that the end of training waits for a failing bucket."""
 _LOOK_S = 1.0
 
 
 class EventLog(Protocol):
-    """The log of a run; any thread may call it."""
+    """Event log of a run. Any thread may call it."""
 
     def metrics(self, values: dict[str, float], *, step: int) -> None: ...
     def sync(self) -> None:
@@ -45,7 +45,7 @@ class Uploader:
         self._is_offered = self._is_working = False
         self._fault, self._num_failures = "", 0
         self.defect: Exception | None = None
-        """A bug of ours, which ends training at the next checkpoint."""
+        """Unexpected error of this thread. Training raises it at the next checkpoint."""
         self._thread = threading.Thread(target=self._work, name="uploader", daemon=True)
 
     def start(self) -> None:
@@ -53,13 +53,13 @@ class Uploader:
         self._thread.start()
 
     def offer(self) -> None:
-        """Begin a round, because RUN has something new."""
+        """Begin a round of uploads, because RUN has new files."""
         with self._changed:
             self._is_offered = True
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the remote is up to date; False if it is not."""
+        """Wait until the remote is up to date. Return False after the timeout."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: not (self._is_offered or self._is_working or self._fault),
@@ -67,8 +67,8 @@ class Uploader:
             )
 
     def close(self, *, finished: bool, deadline_s: float | None = None) -> None:
-        """Wait for the last checkpoint and the last records. A slow bucket may take until the
-        deadline, a failing one FINAL_S."""
+        """Wait until the last checkpoint and records are uploaded: until the deadline, or for
+        FINAL_S if the bucket fails."""
         self.offer()
         began_s = time.monotonic()
         while not self.wait(_LOOK_S) and self._thread.is_alive():
@@ -87,7 +87,8 @@ class Uploader:
         if finished:
             fix = "Run the same command again to upload the rest"
             raise CheckpointError(FIELD, problem, fix, code="unreachable")
-        self._warn(f"{problem}. The remote has the complete steps {[*self._remote.complete]}")
+        steps = ", ".join(map(str, self._remote.complete)) or "none"
+        self._warn(f"{problem}. Steps in the bucket: {steps}. Resume the run to upload the rest")
 
     def _work(self) -> None:
         try:
@@ -112,7 +113,7 @@ class Uploader:
                 self._changed.notify_all()
 
     def _upload_all(self) -> int:
-        """Do one round; return the size of the records in bytes."""
+        """Do one round of uploads. Return the size of the records in bytes."""
         remote, places = self._remote, list_checkpoints(self._remote.run_dir)
         if not places:
             return remote.send_records()
@@ -135,8 +136,8 @@ class Uploader:
         return [place for place in places if place not in gone]
 
     def _best_there(self, newest: Path) -> list[Path]:
-        """Return the best checkpoint of the remote's best.json, until a newer best one is complete
-        in the remote. RUN may lack it."""
+        """Return the checkpoint in the remote's best.json, which RUN may lack. Return [] if a newer
+        best one is complete in the remote."""
         remote, step = self._remote, self._remote.best_step()
         if step not in remote.complete or step > step_of(newest):  # newer steps are abandoned
             return []

@@ -33,8 +33,8 @@ def check_fit(given: Shapes, needed: Shapes, *, source: object, label: str) -> N
 
 
 def needed_shapes(model: nn.Module, given: Shapes) -> Shapes:
-    """Return the shapes of the model's state dict. A sparse layer accepts either storage and any
-    number of connections."""
+    """Return the shapes of the model's state dict. For a sparse layer, accept both storage formats
+    and any number of connections."""
     needed = dict(shapes(model.state_dict()))
     for name, layer in model.named_modules():
         if not isinstance(layer, MaskedLinear | SparseLinear):
@@ -72,7 +72,7 @@ def check_finite(weights: Mapping[str, Tensor], *, source: object) -> None:
 def load_strictly(
     model: nn.Module, weights: Mapping[str, Tensor], *, source: object, label: str
 ) -> None:
-    """Load finite tensors with exactly the model's names and shapes."""
+    """Load tensors that are finite and have exactly the model's names and shapes."""
     given = shapes(weights)
     check_fit(given, needed_shapes(model, given), source=source, label=label)
     check_finite(weights, source=source)

@@ -54,7 +54,8 @@ _FIXES = {
     errno.EXDEV: "keep all of the run on one file system",
 }
 FINAL_S = 120.0
-"""Seconds that the end of training waits for a failing file system. A slow one has no limit."""
+"""Seconds that the end of training waits for a failing file system. A slow file system has no
+limit."""
 RETRY_S = 10.0
 """Pause between two attempts to write the last checkpoint."""
 _GRACE_FRACTION = 0.9
@@ -63,7 +64,8 @@ _LOOK_S = 0.2
 
 
 class Saver:
-    """Saver of one rank. All ranks call theirs at the same steps; only the first rank writes."""
+    """Checkpoints of one rank. All ranks call their savers at the same steps; only the first rank
+    writes."""
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class Saver:
         if wanted.keep_best is None:
             self._keep_best = data.settings.eval_split is not None
         self._longest_wait_s = settings.engine.timeout_s / 2
-        """Time that a checkpoint waits for the previous one."""
+        """Longest time that a checkpoint waits for the previous one."""
         self._engine, self._world, self._card, self._log = engine, world, card, log
         self._grace_s = wanted.grace_s
         self._deadline_s: float | None = None
@@ -104,9 +106,9 @@ class Saver:
             ),
         )
         self.saved_step = 0
-        """The step from which training resumed, then the last one handed to the writer."""
+        """Step from which training resumed, later the last step that was given to the writer."""
         self.best: Best | None = None
-        """The best evaluation so far. After `finish`, on the first rank, the best published
+        """Best evaluation so far. After `finish`, on the first rank, the best published
         checkpoint."""
 
     def go_on(self, start: TrainerState) -> None:
@@ -115,7 +117,7 @@ class Saver:
             self.writer.uploader.start()
 
     def judge(self, step: int, *, top1: float) -> None:
-        """Note an evaluation. Every rank has the same scores."""
+        """Record an evaluation. Every rank has the same scores."""
         if self._keep_best and (self.best is None or top1 > self.best.score):
             self.best = Best(step, top1)
 
@@ -158,8 +160,8 @@ class Saver:
         self.saved_step = step
 
     def finish(self, stop: StopFlag | None = None) -> None:
-        """Wait until the last checkpoint is on disk. The other ranks wait for the first one while
-        it is alive. `stop`: set if the run was stopped and has checkpoint.grace_s left."""
+        """Wait until the last checkpoint is on disk. The other ranks wait for the first rank while
+        it is alive. `stop`: flag of a stopped run, which has checkpoint.grace_s left."""
         PROGRESS.mark("writing the last checkpoint")
         if stop is not None:
             left_s = _GRACE_FRACTION * self._grace_s - stop.ignored_s(0)
@@ -175,7 +177,7 @@ class Saver:
         )
 
     def close(self, *, finished: bool) -> None:
-        """Wait for the upload after the last write in RUN."""
+        """Wait for the uploads that follow the last write in RUN."""
         uploader = self.writer.uploader
 
         def upload() -> None:
@@ -187,7 +189,7 @@ class Saver:
 
 
 class CheckpointWriter:
-    """Writer of the first rank: one snapshot at a time, each in a thread."""
+    """Writer of the first rank. It writes one snapshot at a time, each in a thread."""
 
     def __init__(
         self,
@@ -202,11 +204,11 @@ class CheckpointWriter:
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
         self._fault: OSError | None = None
-        """Reason why the snapshot could not be written."""
+        """Error that prevented writing the snapshot."""
         self._is_published = False
-        """True if the snapshot is a checkpoint on disk, even if later steps failed."""
+        """True if the snapshot is a complete checkpoint on disk, even if later steps failed."""
         self._defect: Exception | None = None
-        """A bug of ours, which ends training at the next checkpoint."""
+        """Unexpected error of the thread. Training raises it at the next checkpoint."""
         self._num_failures = 0
 
     def make_room(self, *, timeout_s: float | None) -> bool:
@@ -219,7 +221,8 @@ class CheckpointWriter:
         return self._thread is None or not self._thread.is_alive()
 
     def submit(self, snapshot: Snapshot) -> None:
-        """Begin to write a snapshot. It replaces the previous one if that one failed."""
+        """Begin to write a snapshot. It replaces the previous snapshot if writing that one
+        failed."""
         assert self.make_room(timeout_s=0)
         self._is_published &= snapshot is self._snapshot
         self._snapshot = snapshot
@@ -238,7 +241,7 @@ class CheckpointWriter:
 
     def finish(self) -> None:
         """Wait until the last snapshot is on disk. Failed writes are retried for FINAL_S. After
-        `publish` only `settle` is retried, and its failure is no error."""
+        `publish`, only `settle` is retried, and its failure is not an error."""
         give_up_at_s = time.monotonic() + FINAL_S
         self.make_room(timeout_s=None)
         while self._fault is not None and self._snapshot is not None:

@@ -29,7 +29,7 @@ class TooManyBadSamples(UserError):  # noqa: N818
 
 
 class BadSampleLog:
-    """The log of one rank, for all threads of its loader."""
+    """Log of one rank's bad samples, for all threads of its loader."""
 
     def __init__(self, log: Path | None):
         self._log = log
@@ -62,12 +62,12 @@ class BadSamples(BadSampleLog):
     """Stand-ins for the bad samples of one reader."""
 
     def __init__(self, reader: ShardReader, *, log: Path | None = None, chosen: Ids | None = None):
-        """`chosen`: the samples of a fold, the only possible stand-ins."""
+        """`chosen`: samples of the fold, which are the only possible stand-ins."""
         super().__init__(log)
         self._reader, self._chosen = reader, chosen
 
     def replace(self, bad: Sequence[Unreadable], ids: Ids, batch_BHWC: Tensor) -> Ids:
-        """Fill the bad rows of the batch. Return the ids, with the ids of the stand-ins."""
+        """Fill the bad rows of the batch. Return all ids, with the ids of the stand-ins."""
         shown = ids.copy()
         for each in bad:
             shown[each.place] = self._stand_in(each, batch_BHWC[each.place : each.place + 1])
@@ -92,7 +92,7 @@ class BadSamples(BadSampleLog):
 
 
 def left_out(bad: Sequence[Unreadable], ids: Ids, images_BHWC: Tensor) -> Ids:
-    """Mask bad samples of an evaluation, and print each once (padding repeats a sample)."""
+    """Mask the bad samples of an evaluation, and print each one once (padding repeats a sample)."""
     for each in {each.sample: each for each in bad}.values():
         print(
             f"bad sample: {each.shard}: {each.key}: {each.reason}; the score ignores it",
@@ -110,8 +110,8 @@ def masked(bad: Sequence[Unreadable], ids: Ids, images_BHWC: Tensor) -> Ids:
 
 
 def check_fraction(num_bad: int, *, num_seen: int, num_samples: int, max_fraction: float) -> None:
-    """Check the fraction of bad samples since the attempt began, or of an epoch if that is
-    larger."""
+    """Check the fraction of bad samples among the samples of this attempt, or of an epoch if that
+    is more."""
     if num_bad > max_fraction * max(num_seen, num_samples):
         raise TooManyBadSamples(
             "data.max_bad_fraction",

@@ -54,9 +54,9 @@ from pretrain.models.spec import ModelSpec
 
 FOLDS = "folds"
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""Mean and standard deviation of ImageNet's colors."""
+"""Mean and standard deviation of ImageNet's color channels."""
 STORES = tuple(scheme for scheme in KINDS if scheme not in ("http", "https"))
-"""Schemes that a stream reads through fsspec with data.storage. webdataset opens other URLs."""
+"""URL schemes that a stream reads through fsspec with data.storage. webdataset opens other URLs."""
 _OPENED = (
     "",
     "file",
@@ -76,13 +76,13 @@ Statistic = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Part:
-    """A split of a dataset, and the number of each of its classes in the complete data."""
+    """One split of one dataset. Its classes are numbered as in the complete training data."""
 
     directory: Path
     manifest: Manifest
     split: str
     classes: tuple[int, ...] | None = None
-    """Number of each class; None: unchanged."""
+    """Number of each class in the complete data; None: unchanged."""
     fold: int | None = None
     """The only fold to train on, if the split has the annotation `folds`."""
     staged: ShardStore | None = None
@@ -96,7 +96,7 @@ class Part:
 
     @cached_property
     def chosen(self) -> Ids | None:
-        """Samples of the fold, by their number in the split; None: all."""
+        """Numbers of the fold's samples in the split; None: all samples."""
         if self.fold is None:
             return None
         bits = load_annotation(self.directory, self.content, FOLDS)
@@ -143,12 +143,12 @@ class TrainingData:
 
     @property
     def image_size(self) -> int:
-        """Size of the model's images."""
+        """Input size of the model."""
         return self.settings.image_size or self.parts[0].manifest.image_size
 
     @property
     def read_parts(self) -> tuple[Part, ...]:
-        """Parts to train and to evaluate on."""
+        """Parts for training and evaluation."""
         evaluated = self.eval_part()
         return self.parts if evaluated is None else (*self.parts, evaluated)
 
@@ -159,7 +159,7 @@ class TrainingData:
 
     @cached_property
     def pixels_hash(self) -> str:
-        """Hash of the pixels that readers return."""
+        """Hash of the pixels that readers decode."""
         return self._hash([part.manifest.pixels_hash for part in self.parts])
 
     def _hash(self, hashes: list[str]) -> str:
@@ -180,16 +180,16 @@ class TrainingData:
         return _triple(mean), _triple(np.sqrt(np.maximum(shares @ squares - mean**2, 0)))
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Raise an error if a stream has fewer shards than ranks."""
+        """Fail if a stream has fewer shards than ranks."""
 
     @property
     def squares(self) -> tuple[CropPolicy, Filter] | tuple[None, None]:
-        """Crop and interpolation of the stored images, or None if parts differ."""
+        """Crop and interpolation that made the stored images square; None if parts differ."""
         ways = {(part.manifest.crop, part.manifest.interpolation) for part in self.parts}
         return ways.pop() if len(ways) == 1 else (None, None)
 
     def order(self, *, seed: int, global_batch_size: int) -> Line:
-        """Return the sequence of samples, with the ids of a `ShardReader` over `parts`."""
+        """Return the sequence of samples. Ids are numbered as in a `ShardReader` over `parts`."""
         streams = self.settings.canonical_streams
         if streams > 1:
             ends = stream_ends(self.num_samples, streams)
@@ -232,7 +232,7 @@ class TrainingData:
 
     @property
     def is_remote(self) -> bool:
-        """True if shards to train on are on a server."""
+        """True if any training shard is on a server."""
         return any(shard.is_remote for part in self.parts for shard in part.content.shards)
 
     def node_bytes(self, num_nodes: int) -> int:
@@ -271,13 +271,13 @@ class TrainingData:
         )
 
     def eval_part(self) -> Part | None:
-        """Return the evaluation split of the first dataset, with the classes of all data."""
+        """Return the evaluation split of the first dataset, with class numbers of all data."""
         first, split = self.parts[0], self.settings.eval_split
         return None if split is None else replace(first, split=split, fold=None)
 
     @property
     def baselines(self) -> str:
-        """Describe accuracies without a model on the evaluation split."""
+        """Describe the accuracies of constant predictions on the evaluation split."""
         part = self.eval_part()
         return baselines(len(self.classes), part.content.largest_class if part else None)
 
@@ -296,7 +296,8 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class StreamData(TrainingData):
-    """A stream. The manifest of its one part describes its images; its split has no shards."""
+    """Data of a stream. The manifest of its one part describes its images; its split has no
+    shards."""
 
     urls: tuple[str, ...] = ()
     """Addresses and `pipe:` commands, never from a manifest."""
@@ -352,9 +353,9 @@ def load_training_data(data: DataSettings) -> TrainingData:
     if data.stream:
         return _load_stream(data)
     manifest = load_manifest(data.directory)
-    _labelled(manifest, data.train_split, field="data.train_split", directory=data.dataset)
+    _labeled(manifest, data.train_split, field="data.train_split", directory=data.dataset)
     if data.eval_split is not None:
-        _labelled(manifest, data.eval_split, field="data.eval_split", directory=data.dataset)
+        _labeled(manifest, data.eval_split, field="data.eval_split", directory=data.dataset)
     found = [Part(data.directory, manifest, data.train_split, fold=data.fold)]
     count = num_folds(found[0])
     if data.fold is not None and data.fold >= count:
@@ -368,7 +369,7 @@ def load_training_data(data: DataSettings) -> TrainingData:
     for number, other in enumerate(data.extra_datasets):
         directory = data.directory_of(other.dataset)
         also = load_manifest(directory)
-        _labelled(
+        _labeled(
             also, other.split, field=f"data.extra_datasets.{number}.split", directory=other.dataset
         )
         found.append(Part(directory, also, other.split))
@@ -397,7 +398,7 @@ def _load_stream(data: DataSettings) -> StreamData:
     if data.eval_dataset is not None and data.eval_split is not None:
         directory = data.directory_of(data.eval_dataset)
         of_evaluation = load_manifest(directory)
-        _labelled(
+        _labeled(
             of_evaluation, data.eval_split, field="data.eval_split", directory=data.eval_dataset
         )
         evaluated, classes = Part(directory, of_evaluation, data.eval_split), of_evaluation.classes
@@ -434,8 +435,8 @@ def _load_stream(data: DataSettings) -> StreamData:
 
 
 def expand_shards(words: str) -> tuple[str, ...]:
-    """Expand a list of shards as webdataset does: `::` between lists, ${NAME} for the variable
-    WDS_NAME, then braces."""
+    """Expand a list of shards as webdataset does: split at `::`, replace ${NAME} by the variable
+    WDS_NAME, and expand braces."""
 
     def value(match: re.Match[str]) -> str:
         if (found := os.environ.get(name := f"WDS_{match[1]}")) is None:
@@ -520,7 +521,7 @@ def check_against_data(
     if warmup + cooldown > steps:
         raise SettingsError(
             "schedule.cooldown",
-            f"{warmup} steps of warm-up and {cooldown} of cooldown exceed the run's {steps}",
+            f"{warmup} steps of warm-up and {cooldown} of cooldown exceed the run's {steps} steps",
             "set a shorter cooldown",
             code="conflict",
         )
@@ -533,9 +534,9 @@ def fit_warmup(num_warmup_steps: int, *, num_steps: int) -> int:
     return num_warmup_steps if num_warmup_steps < num_steps else num_steps // 10
 
 
-def _labelled(manifest: Manifest, split: str, *, field: str, directory: str) -> None:
+def _labeled(manifest: Manifest, split: str, *, field: str, directory: str) -> None:
     try:
-        content = manifest.labelled_split(split, directory=directory)
+        content = manifest.labeled_split(split, directory=directory)
     except DatasetError as error:
         fix = "choose another split"
         if field == "data.eval_split":
@@ -601,7 +602,7 @@ def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
 
 
 def _check_names(parts: Sequence[Part]) -> None:
-    """Reject mixtures of datasets without class names and with different numbers of classes."""
+    """Reject a mixture whose datasets have no class names and different numbers of classes."""
     sizes = {
         len(part.manifest.classes): part.directory
         for part in parts

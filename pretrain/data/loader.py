@@ -41,17 +41,18 @@ from pretrain.ranks.world import World
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 OnBad = Callable[[Sequence[Unreadable], Ids, Tensor], Ids]
-"""Replace bad rows of (ids, images), and return the ids whose labels count; -1: skip."""
+"""Function that replaces bad rows of (ids, images). It returns the ids whose labels count, or
+-1."""
 Waits = Callable[[Future[T]], T]
 """Function that waits for a batch, for example `StopFlag.result`."""
 
 SMALLEST_PART, SMALLEST_GATHER = 32, 2_000_000
-"""Images to decode, and bytes to gather: smaller parts are not worth another thread."""
+"""Smallest number of images to decode, or bytes to copy, for which another thread pays off."""
 LOCATED_TOGETHER = 8192
-"""Samples that are located together after the first batches."""
+"""Number of samples that are looked up together after the first batches."""
 LOOK_AHEAD = 32_768
-"""Samples of all ranks whose remote shards are announced (at least two global batches). The next
-announcement comes after half of them."""
+"""Number of samples, over all ranks, whose remote shards are prefetched (at least two global
+batches). The next prefetch starts after half of them."""
 MOST_IDLE = 8
 """Idle buffers of one size in the pool; others are freed."""
 
@@ -97,8 +98,9 @@ class Batch:
     epochs: Ids
     samples: Ids
     mix_keys: Ids
-    """The MixUp draw of each image: position // 2 (equal for neighbors), or the number of the
-    global batch. In the second case the images begin with one more image, which has no key."""
+    """Key of each image's random MixUp draw: position // 2 (pairs), or the number of the global
+    batch. If the keys are batches, `images_BHWC` begins
+    with the partner of the first image."""
     mask_B: Tensor | None = None
     """False for padding of an evaluation, and for samples that cannot be read."""
     aspects_B: NDArray[np.float64] | None = None
@@ -131,9 +133,9 @@ def training_batches(
 ) -> "Batches[T]":
     """Return the endless micro-batches of a rank after `consumed` samples.
 
-    `node_ranks`: the ranks that share copies of remote shards with this one; by default all.
-    `previous_in`: the global batch size. If set, each micro-batch begins with one more image: the
-    previous image in its global batch, or the last one for the first micro-batch.
+    `node_ranks`: ranks that share copies of remote shards with this one (default: all).
+    `previous_in`: global batch size; if set, each micro-batch begins with an extra image. This is
+    the previous image of the global batch; the first image follows the last one.
     """
     return Batches(
         reader,
@@ -168,7 +170,7 @@ def evaluation_batches(
     on_bad: OnBad = left_out,
     waits: Waits[Batch] = Future.result,
 ) -> "Batches[Batch]":
-    """Return every sample of the split once over all ranks, in order. Padding and unreadable
+    """Return every sample of the split once, in order, over all ranks. Padding and unreadable
     samples are masked."""
     plan = BatchPlan(local_batch_size * world.num_ranks, local_batch_size, world.num_ranks)
     num_batches = -(-reader.num_samples // plan.global_batch_size)  # of every rank
@@ -187,7 +189,7 @@ def evaluation_batches(
 
 
 class Batches(Generic[T]):
-    """An iterator over the finished requests in their order. Use it as a context manager."""
+    """Iterator over finished batches, in the order of the requests. Use it as a context manager."""
 
     def __init__(
         self,
@@ -204,8 +206,8 @@ class Batches(Generic[T]):
         read_here: Callable[[Ids], Ids] = np.asarray,
         waits: Waits[T] = Future.result,
     ):
-        """`read_here`: function that selects the positions whose samples this node reads. `waits`:
-        function that waits in `next`."""
+        """`read_here`: function that selects the positions that this node reads. `waits`: function
+        with which `next` waits."""
         self.reader, self.order, self.finish, self.on_bad, self.pin = (
             reader,
             order,
@@ -249,8 +251,7 @@ class Batches(Generic[T]):
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def announce(self, position: int) -> None:
-        """Announce the next samples of this node's ranks to the reader, because they share
-        copies."""
+        """Tell the reader the next samples of all ranks of this node, because they share copies."""
         if not self.reader.is_remote:
             return
         with self._announcing:
@@ -286,13 +287,13 @@ class Batches(Generic[T]):
 
 
 class _Group:
-    """The next requests, whose samples are located together."""
+    """Next requests. Their samples are looked up together."""
 
     def __init__(self, batches: Batches[Any], *, most_samples: int):
-        """The last request may exceed `most_samples`."""
+        """Take requests. The last one may exceed `most_samples`."""
         self._batches, self._lock = batches, threading.Lock()
         self.jobs: deque[tuple[Request, slice]] = deque()
-        """Requests, and the rows of their samples in the group."""
+        """Requests, each with the rows of its samples in the group."""
         num_samples = 0
         while num_samples < most_samples and (request := next(batches.requests, None)) is not None:
             end = num_samples + len(request.positions)
@@ -309,7 +310,7 @@ class _Group:
         return _Group(self._batches, most_samples=min(LOCATED_TOGETHER, 2 * self._num_samples))
 
     def located(self) -> tuple[Ids, Places]:
-        """Return (epochs, places). The first thread locates the samples; the others wait."""
+        """Return (epochs, places). The first thread looks up the samples; other threads wait."""
         with self._lock:
             if self._located is None:
                 epochs, samples = self._batches.order.locate(np.concatenate(self._positions))
@@ -318,7 +319,7 @@ class _Group:
 
 
 class _Job(Generic[T]):
-    """One batch while the threads fill it."""
+    """One batch that threads are filling."""
 
     def __init__(
         self, batches: Batches[T], group: _Group, request: Request, *, own: slice, num_parts: int
@@ -398,7 +399,7 @@ def num_cpu_threads(device: torch.device) -> int | None:
 
 
 def lone_threads(number: int, *, pin: bool) -> ThreadPoolExecutor:
-    """Start threads in which torch uses one thread each, so they do not compete."""
+    """Start threads in which torch uses only one thread each, so that they do not compete."""
     device = torch.cuda.current_device() if pin else None
     started, before = threading.Barrier(number), torch.get_num_threads()
 

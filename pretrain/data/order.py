@@ -50,13 +50,13 @@ U64 = NDArray[np.uint64]
 
 _NUM_ROUNDS = 6
 LARGEST_SUM = 2**31 - 1
-"""Largest sum of a mixture's weights: a product of two such numbers has 64 bits."""
+"""Largest sum of a mixture's weights. The product of two such numbers fits into 64 bits."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def hash64(*parts: ArrayLike, after: U64 | None = None) -> U64:
-    """Hash the parts in their order to 64 bits, broadcast over arrays. `after`: hash of earlier
+    """Hash the parts, in their order, to 64 bits; arrays are broadcast. `after`: hash of earlier
     parts."""
     with np.errstate(over="ignore"):
         state = np.asarray(_GOLDEN) if after is None else after
@@ -72,7 +72,7 @@ def _mix(x: U64) -> U64:
 
 
 def uniform(*parts: ArrayLike, after: U64 | None = None) -> NDArray[np.float64]:
-    """Return uniform numbers in [0, 1) with 53 bits, a function of the parts."""
+    """Return uniform random numbers in [0, 1) with 53 bits, computed from the parts."""
     return (hash64(*parts, after=after) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -107,7 +107,7 @@ def _feistel(positions: Ids, *, rows: int, columns: int, key: int | U64) -> Ids:
 
 
 class Line(Protocol):
-    """A sequence of samples."""
+    """Endless sequence of samples."""
 
     def locate(self, positions: Ids) -> tuple[Ids, Ids]:
         """Return (epoch, sample id) of positions on the endless line."""
@@ -127,18 +127,18 @@ def epoch_length(num_samples: int, *, global_batch_size: int, last_batch: LastBa
 
 @dataclass(frozen=True)
 class Order:
-    """The order of one split. Equal fields give an equal order on every machine."""
+    """Order of one split's samples. Equal fields give an equal order on every machine."""
 
     num_samples: int
     key: int
-    """A number from the content's hash and the seed."""
+    """Key of the permutations, from the content hash and the seed."""
     shuffle: Shuffle = "full"
     block_size: int = 1024
     window_blocks: int = 16
     length: int | None = None
-    """Positions of an epoch; None: `num_samples`."""
+    """Number of positions in an epoch; None: `num_samples`."""
     first_block: int | None = None
-    """Sample at which the blocks begin; None: another one in every epoch."""
+    """Sample at which the first block begins; None: a different one in every epoch."""
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.length == 0:
@@ -164,7 +164,7 @@ class Order:
         return self._blockwise(within, key)
 
     def _blockwise(self, within: Ids, key: int) -> Ids:
-        """Order complete blocks in windows; the last, shorter block ends the epoch."""
+        """Permute complete blocks within windows. The last, shorter block ends the epoch."""
         num_blocks = self.num_samples // self.block_size
         window_size = self.block_size * self.window_blocks
         whole = num_blocks * self.block_size
@@ -210,7 +210,7 @@ class Mixture:
         return epochs, samples
 
     def deal(self, positions: Ids) -> tuple[Ids, Ids]:
-        """Return (source, place in the source's own line) of each position."""
+        """Return the source of each position, and its position in the source's own line."""
         sources, places = np.zeros_like(positions), positions.copy()
         rows = np.arange(len(positions))
         for source in range(len(self.weights) - 1):
@@ -228,7 +228,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class CanonicalStreams:
-    """Orders of ranges of samples. Each range gives every global batch an equal part."""
+    """Orders of ranges of samples. Each range fills an equal part of every global batch."""
 
     orders: tuple[Order, ...]
     global_batch_size: int
@@ -255,8 +255,8 @@ def _share(counts: Ids, weight: int, total: int) -> Ids:
 
 
 def mixture_weights(weights: Sequence[float | None], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return weights as integers in lowest terms. Without weights, all samples are equally
-    frequent."""
+    """Return integer weights without a common divisor. If there are no weights, all samples are
+    equally frequent."""
     if all(weight is None for weight in weights):
         wanted = np.array(sizes, np.int64)
     else:
@@ -274,7 +274,7 @@ def mixture_weights(weights: Sequence[float | None], sizes: Sequence[int]) -> tu
 
 @dataclass(frozen=True)
 class FoldOrder:
-    """An order of some samples of a split: `of` orders indices into `samples`."""
+    """Order of some samples of a split: `of` orders indices into `samples`."""
 
     of: Line
     samples: Ids
@@ -286,7 +286,7 @@ class FoldOrder:
 
 @dataclass(frozen=True)
 class AsItComes:
-    """The line of a stream, whose sample ids are positions."""
+    """Order of a stream: sample ids are positions."""
 
     epoch_size: int
 
@@ -303,8 +303,8 @@ class BatchPlan:
     local_batch_size: int
     num_ranks: int
     is_connected: bool = False
-    """True if the micro-batches of a rank are neighbors in the global batch, as canonical streams
-    need. If False, the ranks' micro-batches alternate."""
+    """True if the micro-batches of a rank are adjacent in the global batch, as canonical streams
+    need. False: micro-batches of the ranks alternate."""
 
     def __post_init__(self) -> None:
         assert self.global_batch_size % (self.local_batch_size * self.num_ranks) == 0, self
@@ -322,8 +322,8 @@ class BatchPlan:
         return np.arange(start, start + self.local_batch_size, dtype=np.int64)
 
     def of_ranks(self, positions: Ids, ranks: range) -> Ids:
-        """Return the positions that these neighboring ranks read. Without connected parts these are
-        all positions, because each shard has samples for each rank."""
+        """Select the positions that these neighboring ranks read. Without connected parts, select
+        all, because each shard has samples for each rank."""
         if not self.is_connected:
             return positions
         readers = positions % self.global_batch_size * self.num_ranks // self.global_batch_size

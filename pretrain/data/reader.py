@@ -46,7 +46,7 @@ from pretrain.data.order import Ids, hash64
 from pretrain.data.store import File, ShardStore, tar_of
 
 BLOCK = 512
-"""Alignment of the members of a tar."""
+"""Size of a tar block. Members begin at multiples of it."""
 _OFFSET, _LENGTH, _LABEL = range(3)
 
 _MAP_FIXED = 0x10  # Linux; Python's mmap has no name for it
@@ -79,12 +79,12 @@ class Unreadable:
 
 
 class Places(NamedTuple):
-    """Locations and labels of samples."""
+    """Locations and labels of samples in the shards."""
 
     ids: Ids
     shards: Ids
     offsets: Ids
-    """Offsets in the range of all shards."""
+    """Byte offsets in the address range of all shards."""
     lengths: Ids
     labels: Ids
 
@@ -124,16 +124,16 @@ class ShardReader:
             [part.manifest.crop == "full" for part, _ in self._placed], np.bool_
         )
         self.is_remote, self.decodes = self._shards.any_remote, not bool(self._is_raw.all())
-        """True if any shard is remote; true if any image is not stored as pixels."""
+        """True if any shard is remote; True if any image must be decoded."""
         self._pictures = self._blockwise()
 
     @cached_property
     def labels(self) -> Ids:
-        """Labels of all samples. Training does not use them, because they take 8 bytes each."""
+        """Labels of all samples, 8 bytes each. Training does not use them, to save memory."""
         return self.locate(np.arange(self.num_samples)).labels
 
     def locate(self, ids: Ids) -> Places:
-        """Look up the samples in the indices."""
+        """Look up locations and labels of the samples in the indices."""
         shards = self.shards_of(ids)
         if (self._table_starts[shards] < 0).any():
             self._open_indices(shards)
@@ -150,7 +150,7 @@ class ShardReader:
         return np.searchsorted(self._starts, ids, side="right") - 1
 
     def images(self, ids: Ids) -> Tensor:
-        """Return the images, uint8 (B, H, W, 3). An image that does not decode is an error."""
+        """Return the images, uint8 (B, H, W, 3). Raise an error if an image does not decode."""
         places, size = self.locate(ids), self.stored_size
         batch = torch.empty(len(ids), size, size, 3, dtype=torch.uint8)
         for bad in self.read(places, batch):
@@ -159,7 +159,7 @@ class ShardReader:
         return batch
 
     def read(self, places: Places, batch_BHWC: Tensor) -> list[Unreadable]:
-        """Write the images to `batch_BHWC`, and return the samples that do not decode."""
+        """Read the images into `batch_BHWC`. Return the samples that do not decode."""
         with self._shards.reading(places.shards):
             is_raw = self._is_raw[places.shards]
             if is_raw.all():
@@ -177,8 +177,8 @@ class ShardReader:
             return self._decode(places, others, batch_BHWC.numpy())
 
     def aspects(self, places: Places) -> NDArray[np.float64] | None:
-        """Return width / height of the images before `build` squashed them; None if it squashed
-        none."""
+        """Return width / height of the images before `build` squashed them; None if no image was
+        squashed."""
         if not self._is_full.any():
             return None
         found, rows = np.ones(len(places.ids)), np.flatnonzero(self._is_full[places.shards])
@@ -187,7 +187,7 @@ class ShardReader:
         return found
 
     def fetch_ahead(self, ids: Ids) -> None:
-        """Fetch the remote shards of the next samples, in their order."""
+        """Prefetch the remote shards of the next samples, in their order."""
         if self.is_remote:
             numbers = self.shards_of(ids)
             _, first = np.unique(numbers, return_index=True)
@@ -329,7 +329,7 @@ def _check_index(index: Ids, path: Path, part: Part, shard: Shard, *, raw_size: 
     offsets, lengths, labels = index[:, _OFFSET], index[:, _LENGTH], index[:, _LABEL]
     if offsets.min() < 0 or lengths.min() < 0 or (offsets + lengths).max() > shard.num_bytes:
         raise _damaged(path, "the index has samples outside the shard", part)
-    lowest, num_classes = -1 if part.content.num_unlabelled else 0, len(part.manifest.classes)
+    lowest, num_classes = -1 if part.content.num_unlabeled else 0, len(part.manifest.classes)
     if labels.min() < lowest or labels.max() >= max(1, num_classes):
         raise _damaged(
             path, f"the index has labels beyond the manifest's {num_classes:,} classes", part
@@ -337,7 +337,7 @@ def _check_index(index: Ids, path: Path, part: Part, shard: Shard, *, raw_size: 
     if raw_size is not None:
         length = len(ppm_header(raw_size, raw_size)) + 3 * raw_size**2
         if (lengths != length).any() or (offsets % BLOCK).any():
-            raise _damaged(path, f"the index is not one of a raw shard of {raw_size} px", part)
+            raise _damaged(path, f"the index does not fit raw images of {raw_size} px", part)
 
 
 class MappedShards:
@@ -375,7 +375,7 @@ class MappedShards:
                 self._users[needed] -= 1
 
     def fetch_ahead(self, numbers: Sequence[int]) -> None:
-        """Fetch these shards in this order, and release other shards that no thread reads."""
+        """Prefetch these shards in this order, and release other shards that no thread reads."""
         remote = [number for number in numbers if self.is_remote[number]]
         if self._store is None or not remote:
             return
@@ -454,7 +454,7 @@ class MappedShards:
 
 
 class FileRange:
-    """A range of addresses with slots for files of at most the given sizes."""
+    """Reserved range of addresses, with one slot for each file of at most the given size."""
 
     def __init__(self, sizes: Sequence[int]):
         page = mmap.ALLOCATIONGRANULARITY

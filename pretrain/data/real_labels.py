@@ -21,7 +21,7 @@ NAME = "real"
 @dataclass(frozen=True)
 class RealLabels:
     bits: NDArray[np.bool_]
-    """Correct classes, (samples of the split, K)."""
+    """True for each correct class: (samples of the split, K)."""
     column_of: Tensor
     """Column of each class that a model can predict; -1 if the dataset has no such class."""
 
@@ -45,8 +45,8 @@ class RealLabels:
         return cls(bits, column_of.to(device))
 
     def count(self, answers_B: Tensor, samples: Ids, mask_B: Tensor) -> Tensor:
-        """Count the correct predictions, and the unmasked images with a correct class. The result
-        stays on the device."""
+        """Count the correct predictions, and the unmasked images that have a correct class. Both
+        numbers stay on the device."""
         bits_BK, columns_B = torch.from_numpy(self.bits[samples]), self.column_of[answers_B]
         if columns_B.is_cuda:
             bits_BK = bits_BK.pin_memory().to(columns_B.device, non_blocking=True)

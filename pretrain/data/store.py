@@ -59,7 +59,7 @@ from data_prep.remote import ContentError, RemoteError, StoppedError, fetch, sho
 NUM_ATTEMPTS, SILENCE_S = 8, 30.0
 """Attempts to fetch a shard, and seconds of silence after which a server has failed."""
 WAIT_S = 300.0
-"""Longest wait for room, in seconds. It is shorter than engine.timeout_s, whose message is
+"""Longest wait for free space, in seconds. It is shorter than engine.timeout_s, whose message is
 vaguer."""
 LOOK_S, WARN_AGAIN_S = 0.05, 30.0
 NUM_THREADS, PIECE_BYTES = 4, 4 << 20
@@ -75,14 +75,14 @@ class StoreError(UserError):
 
 
 class NoRoomError(StoreError):
-    """The file does not fit at this moment."""
+    """The file does not fit now, but may fit later."""
 
 
 class File(NamedTuple):
     source: str
     """URL or path."""
     name: str
-    """Name of the copy, from the content: datasets with equal content share copies."""
+    """Name of the copy, from the content hash. Datasets with equal content share copies."""
     num_bytes: int
     sha256: str
 
@@ -93,14 +93,14 @@ def tar_of(shard: Shard, directory: Path) -> File:
 
 
 class Reader(Protocol):
-    """A user of held files."""
+    """User of the store that holds files."""
 
     def release_idle(self) -> None:
         """Release the held files that are not in use now."""
 
 
 class ShardStore:
-    """The copies in one directory, for all threads of one process."""
+    """Copies in one directory, for all threads of one process."""
 
     def __init__(
         self,
@@ -115,12 +115,13 @@ class ShardStore:
         disk up to the spared space. Only `hosts` receive `storage`."""
         self.path, self.setting, self.max_bytes = path, setting, max_bytes
         self.readers = weakref.WeakSet[Reader]()
-        """Training and evaluation share the store. Each keeps files until the other needs room."""
+        """Readers of this store. Training and evaluation share it, and each keeps files until the
+        other needs space."""
         self._storage, self._hosts = storage, hosts
         self._stop, self._lock = threading.Event(), threading.RLock()
         self._held, self._paused_until_s = Counter[str](), 0.0
         self._ahead, self._pending = list[File](), deque[File]()
-        """Files that read-ahead holds, and files that it must still fetch."""
+        """Files that read-ahead holds, and files that it has yet to fetch."""
         self._threads = list[threading.Thread]()
         self._warned_s = -WARN_AGAIN_S
         self.num_written = 0
@@ -131,7 +132,7 @@ class ShardStore:
         weakref.finalize(self, self._locks.close)
 
     def hold(self, file: File, *, waits_for_room: bool = True) -> Path:
-        """Return the path of the verified copy, which no process removes until `release`."""
+        """Return the path of the verified copy. No process removes the copy until `release`."""
         self._check(file)
         until_s = time.monotonic() + WAIT_S
         while not self._share(file):
@@ -174,8 +175,8 @@ class ShardStore:
                     _lock(self._locks, file.name, fcntl.F_UNLCK)
 
     def fetch_ahead(self, files: Sequence[File]) -> None:
-        """Fetch the files in this order in the background, while there is room. This list replaces
-        an earlier one."""
+        """Prefetch the files in this order, in the background, while there is space. This list
+        replaces an earlier one."""
         with self._lock:
             if self._stop.is_set():
                 raise StoppedError
@@ -277,8 +278,8 @@ class ShardStore:
             fix = f"free disk space, or choose another {self.setting}"
             raise NoRoomError(
                 str(self.path),
-                f"{source} of {num_bytes / 1e9:,.3g} GB need {missing / 1e9:,.3g} GB more than all"
-                " files that are not in use can free",
+                f"{source} ({num_bytes / 1e9:,.3g} GB) do not fit: {missing / 1e9:,.3g} GB are"
+                " missing, even without all unused files",
                 fix if self.max_bytes is None else "raise data.cache_gb",
                 code="no-space",
             )
@@ -353,7 +354,7 @@ class ShardStore:
             raise StoreError(str(source), problem, fix, code="unreadable") from None
 
     def _read_ahead(self) -> None:
-        """Hold the files of the newest list."""
+        """Hold the files of the newest read-ahead list."""
         while not self._stop.is_set():
             with self._lock:
                 if not (pending := self._pending):
@@ -382,7 +383,7 @@ class ShardStore:
                 self._stop.wait(LOOK_S)
 
     def _release_one_ahead(self) -> None:
-        """Give `hold` the room of the file that is needed last."""
+        """Release the read-ahead file that is needed last, to make space for `hold`."""
         with self._lock:
             self._paused_until_s = time.monotonic() + 5 * LOOK_S
             if self._ahead:
@@ -391,7 +392,7 @@ class ShardStore:
                 self._pending.appendleft(file)
 
     def _check(self, file: File) -> None:
-        """Check that a foreign manifest does not lead out of the directory."""
+        """Check that a name in the manifest does not lead out of the directory."""
         if not _NAME.fullmatch(file.name):
             raise DatasetError(
                 shown(file.source),
@@ -444,8 +445,8 @@ class ShardStore:
 
 
 def _lock(locks: FileIO, name: str | None, kind: int) -> bool:
-    """Set the lock of this open file on the name's byte. Return False if another open file's lock
-    excludes it. Without a name, wait for the room's byte."""
+    """Lock the byte of this name in the open lock file. Return False if another open file holds its
+    lock. Without a name, wait for the byte of the room."""
     place = 1 << 61 if name is None else int(name[:15], 16)
     request = struct.pack(_LOCK_REQUEST, kind, os.SEEK_SET, place, 1, 0)
     try:
@@ -456,15 +457,15 @@ def _lock(locks: FileIO, name: str | None, kind: int) -> bool:
 
 
 def _free_bytes(path: Path) -> int:
-    """Return the free space of the disk without the spared space. Other programs write to the disk,
-    too, and a node with a full disk counts as bad."""
+    """Return the free space of the disk, minus the spared space. Other programs write to the disk,
+    too, and schedulers exclude nodes with a full disk."""
     disk = shutil.disk_usage(path)
     spared = max(SPARED_FRACTION * disk.total, min(SPARED_BYTES, MOST_SPARED_FRACTION * disk.total))
     return int(disk.free - spared)
 
 
 def _make_private(path: Path, setting: str) -> None:
-    """Create the directory. Reject one that another user could have written."""
+    """Create the directory. Reject a directory to which another user could have written."""
     with suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.lstat()

@@ -69,11 +69,11 @@ T = TypeVar("T")
 NUM_OPEN = 4
 """Shards that a rank reads at the same time; one shard without shuffle."""
 CHUNK, CHUNKS_AHEAD = 16, 4
-"""Samples of a chunk, which threads pass on, and chunks to read ahead of each shard."""
+"""Samples of a chunk, the unit that threads pass on, and chunks to read ahead from each shard."""
 NUM_NAMED = 1 << 16
-"""Positions whose shard and key are kept for the log of skipped steps."""
+"""Number of recent positions whose shard and key are kept, for the log of skipped steps."""
 MOST_IN_A_ROW = 1000
-"""Unusable samples in a row before a rank fails."""
+"""Unusable samples in a row after which a rank fails."""
 _DRAINED_BYTES, _LAST_WORDS_S = 1 << 20, 1.0
 _BUFFER_BYTES = 1 << 18
 _GZIP = b"\x1f\x8b"
@@ -105,7 +105,7 @@ class Stream:
         self._classes = {name: number for number, name in enumerate(data.classes)}
         self._stop, self._commands = threading.Event(), set[Any]()
         self._names: dict[int, tuple[str, str]] = {}
-        """Shard and key of the last positions; only the taker writes them."""
+        """Shard and key of recent samples by position. Only the taker thread writes them."""
 
     def names(self, ids: Ids) -> list[tuple[str, str]]:
         return [
@@ -128,7 +128,7 @@ class Stream:
     # ---- from the list of shards to samples
 
     def samples(self, *, consumed: int) -> Generator[Sample]:
-        """Yield samples without end, for an attempt that begins at this position."""
+        """Yield samples without end, from this position on."""
         import webdataset  # type: ignore[import-untyped]
 
         is_shuffled, count = self._settings.shuffle != "none", len(self._data.urls)
@@ -161,7 +161,7 @@ class Stream:
             yield from _in_order(chunks, num_ahead=CHUNKS_AHEAD)
 
     def shards(self, lane: int, num_open: int, *, consumed: int) -> Iterator[str]:
-        """Yield the shards of one of the `num_open` lanes of this rank, without end."""
+        """Yield, without end, the shards of one of the `num_open` parallel readers."""
         urls, first = self._data.urls, self._world.rank + self._world.num_ranks * lane
         for number in itertools.count():
             order = np.arange(len(urls))
@@ -204,9 +204,13 @@ class Stream:
         def report(problem: str) -> None:
             print(f"pretrain: {problem}", file=sys.stderr, flush=True)
 
-        while (sample := remote.tried(url, take, report=report, stop=self._stop)) is not None:
-            num_given += 1
-            yield sample
+        try:
+            while (sample := remote.tried(url, take, report=report, stop=self._stop)) is not None:
+                num_given += 1
+                yield sample
+        except remote.ContentError as error:
+            fix = "Upload the shard again"
+            raise remote.RemoteError(remote.shown(url), str(error), fix, code="damaged") from None
 
     def _opened(self, url: str) -> Iterator[Sample]:
         """Yield the samples of a shard, without the members that training does not read."""
@@ -225,7 +229,8 @@ class Stream:
                     kept = {name: members[name] for name in used}
                     yield Sample(shard, group["__key__"], kept)
             except (zlib.error, EOFError, ValueError, gzip.BadGzipFile) as error:
-                raise OSError(str(error.args[0])) from None  # args[1:] hold the URL
+                problem = f"the shard cannot be read ({error.args[0]})"  # args[1:] hold the URL
+                raise remote.ContentError(problem) from None
 
     @contextmanager
     def _stream(self, url: str) -> Iterator[IO[bytes]]:
@@ -273,7 +278,7 @@ class Stream:
             with suppress(OSError):
                 pipe.close()
         if status:
-            raise OSError(f"its command ended with {status}")
+            raise OSError(f"the command failed with exit code {status}")
 
     # ---- from samples to images and labels
 
@@ -309,7 +314,7 @@ class Stream:
             return sample.members[images[0]]
         raise Rejection(
             "several_images" if images else "no_image",
-            f"among {_listed(sample)}: set data.image_member to the ending of the image"[:200],
+            f"the sample has {_listed(sample)}: set data.image_member"[:200],
         )
 
     def _label(self, sample: Sample) -> int:
@@ -338,8 +343,7 @@ class Stream:
 
 
 def _in_order(jobs: Iterator[Future[list[T]]], *, num_ahead: int) -> Generator[T]:
-    """Yield the items of all results in the order of the jobs, with `num_ahead` jobs in
-    progress."""
+    """Yield the items of all jobs in order, with `num_ahead` jobs in progress."""
     submitted = deque(itertools.islice(jobs, num_ahead))
     while submitted:
         yield from submitted.popleft().result()
@@ -347,7 +351,8 @@ def _in_order(jobs: Iterator[Future[list[T]]], *, num_ahead: int) -> Generator[T
 
 
 def _members(shard: str, stream: IO[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the regular files of a tar or tar.gz, up to its end mark, as webdataset groups them."""
+    """Yield the regular files of a tar or tar.gz, up to its end mark, in the form that webdataset
+    groups."""
     position = 0
     content: Any = io.BufferedReader(_Raw(stream), _BUFFER_BYTES)
     if content.peek(len(_GZIP)).startswith(_GZIP):
@@ -362,14 +367,14 @@ def _members(shard: str, stream: IO[bytes]) -> Iterator[dict[str, Any]]:
     for member in walk(read, refuse_links=False):
         data = read(member.offset, member.num_bytes)
         if len(data) < member.num_bytes:
-            raise EOFError(f"is cut in member {member.name}")
+            raise EOFError(f"truncated in member {member.name}")
         is_meta = member.name.startswith("__") and member.name.split("/")[0].endswith("__")
         if not is_meta:
             yield {"fname": member.name, "data": data, "__url__": shard}
 
 
 class _Raw(io.RawIOBase):
-    """A stream for `io.BufferedReader`, which needs `readinto`."""
+    """Raw stream with `readinto`, which `io.BufferedReader` needs."""
 
     def __init__(self, stream: IO[bytes]):
         self._stream = stream
@@ -399,7 +404,7 @@ def _listed(sample: Sample) -> str:
 
 
 def _label_hint(sample: Sample) -> str:
-    """Return the setting that may help."""
+    """Suggest a value of data.label for this sample."""
     with suppress(ValueError):
         tree = json.loads(sample.members.get("json", b"{}"))
         if keys := [key for key, value in tree.items() if isinstance(value, int | str)]:
@@ -449,7 +454,7 @@ class StreamBatches(Generic[T]):
         self._samples.close()
 
     def _take(self) -> Future[T]:
-        """Take a batch. Only the taker calls this, so batches get samples in order."""
+        """Take a batch. Only the taker thread calls this, so samples stay in order."""
         positions, num_bad = next(self._positions), 0
         images = self._buffers.pictures(len(positions), self._stream.stored_size, pin=self._pin)
         images_BHWC, labels = images.numpy(), list[int]()
@@ -494,7 +499,7 @@ def open_reader(
     store: ShardStore | None,
     log: Path | None = None,
 ) -> ShardReader | Stream:
-    """Open the reader of the data. `log` is the file of bad samples."""
+    """Open the reader of the training data. `log`: file for bad samples."""
     if isinstance(data, StreamData):
         return Stream(data, seed=seed, world=world, log=log)
     return ShardReader(data.parts, image_size=data.image_size, store=store)
@@ -511,7 +516,7 @@ def batches_of(
     waits: Waits[T] = Future.result,
     **how: Any,
 ) -> BatchSource[T]:
-    """Return the batches of either reader, with the arguments of `training_batches`."""
+    """Return the batches of either reader. For the arguments see `training_batches`."""
     if isinstance(reader, Stream):
         return StreamBatches(reader, plan, waits=waits, **how)
     return training_batches(

@@ -128,7 +128,7 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         self._shared_epoch = torch.zeros(1, dtype=torch.int64)
         self._shared_epoch.share_memory_()  # type: ignore[no-untyped-call]
         self.is_followed = False
-        """True in the workers of a loader that knows the passes."""
+        """True in the workers of a loader that tells them the next pass."""
 
     def __len__(self) -> int:
         """Return the number of batches in a pass."""
@@ -151,7 +151,7 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         return self._identity | {"epoch": self.epoch, "samples": self.samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the state's samples, on any number of ranks and workers."""
+        """Continue after the samples that the state counts, on any number of ranks and workers."""
         if not state.keys() >= self.state_dict().keys():
             problem = "the value is not a state of ShardBatches"
             raise UserError("state", problem, "load the result of state_dict()", code="bad-value")
@@ -172,7 +172,8 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         return min(self.samples + num_batches * self.batch_size, self._begin_of(self.epoch + 1))
 
     def enter_pass(self) -> None:
-        """Begin the next pass if this one has no batch left, as after trainers that count."""
+        """Begin the next pass if this one has no batch left. Trainers that count batches do not
+        read to its end."""
         if self.samples == self.end_of(1):
             self.begin_next_pass()
 
@@ -180,7 +181,7 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         self.go_to(self.epoch + 1, self._begin_of(self.epoch + 1))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Continue to the end of the pass."""
+        """Yield the remaining batches of the pass."""
         if get_worker_info() is None:
             self.enter_pass()
         elif self._shared_epoch > self.epoch and not self.is_followed:

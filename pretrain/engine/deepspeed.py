@@ -67,7 +67,7 @@ def start_distributed(world: World, *, timeout_s: float) -> torch.device:
     on_gpu, num_gpus = torch.cuda.is_available(), torch.cuda.device_count()
     gpu = world.gpu(num_gpus)
     if on_gpu and gpu is None:  # may be retried: another node may have the GPU
-        problem = f"local rank {world.local_rank} has no GPU, {num_gpus} are visible"
+        problem = f"local rank {world.local_rank} has no GPU ({num_gpus} visible)"
         raise UserError("--ranks", problem, "start one rank per GPU", code="missing-device")
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     if on_gpu:
@@ -89,7 +89,7 @@ LOSS_SCALE = {"init_scale": 2**16, "scale_window": 1000, "min_scale": 1, "delaye
 """Settings for fp16: first scale, good steps before it doubles, lowest scale, overflows before it
 is halved."""
 SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""State of a `DynamicLossScaler`."""
+"""Attributes of a `DynamicLossScaler` that a checkpoint stores."""
 
 
 class DeepSpeedEngine:
@@ -153,7 +153,7 @@ class DeepSpeedEngine:
             self._engine.module.compile(mode="reduce-overhead", dynamic=False)
 
     def _loss_scaler(self) -> Any:
-        """Return DeepSpeed's scaler, or a scaler of our own at stage 0, which has none."""
+        """Return DeepSpeed's loss scaler. DeepSpeed has none at stage 0, so return our own."""
         if self.settings.zero_stage == 0:
             return DynamicLossScaler(
                 consecutive_hysteresis=False, raise_error_at_min_scale=False, **LOSS_SCALE
@@ -162,8 +162,9 @@ class DeepSpeedEngine:
         scaler.raise_error_at_min_scale = False  # the trainer counts skipped steps
 
         def only_fall(overflow: bool) -> None:
-            """Lower the scale. DeepSpeed calls this within a step, and then divides the gradients
-            by the new scale. `_update_sharded` lets the scale grow after the step."""
+            """Lower the loss scale, but never raise it. DeepSpeed calls this within a step, and
+            then divides the gradients by the new scale. `_update_sharded` raises the scale after
+            the step."""
             if overflow:
                 DynamicLossScaler.update_scale(scaler, True)
 
@@ -323,7 +324,7 @@ def _autocast(model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _end_reduction_on_device(zero: Any) -> None:
-    """Let the update's stream, not the host, wait after each backward pass."""
+    """Make the update's stream wait after each backward pass, so that the host does not wait."""
     accelerator = deepspeed.accelerator.get_accelerator()
     end = zero.independent_gradient_partition_epilogue
 

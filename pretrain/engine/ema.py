@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _SWAP_ELEMENTS = 2**24
-"""Elements that are swapped at once: no second copy of the shards is needed."""
+"""Number of elements that are swapped at a time, so no second copy of the shards is needed."""
 
 
 class WeightAverage:

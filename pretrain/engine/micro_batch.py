@@ -88,8 +88,8 @@ def micro_batch_size(
     if size == 0:
         error = UserError(
             "train.local_batch_size",
-            f"auto finds no micro-batch that fits next to {reserved_bytes / 1e9:.1f} GB of the"
-            " engine",
+            f"auto finds no micro-batch that fits into memory; the engine needs"
+            f" {reserved_bytes / 1e9:.1f} GB",
             remedy,
             code="no-space",
         )
@@ -106,7 +106,7 @@ def micro_batch_size(
 
 
 def read_sizes(path: Path) -> dict[str, int]:
-    """Return the sizes by situation."""
+    """Return the sizes in RUN/micro_batch.json by situation."""
     try:
         sizes = json.loads(path.read_text()) if path.exists() else {}
         if isinstance(sizes, dict) and all(type(size) is int for size in sizes.values()):
@@ -114,7 +114,7 @@ def read_sizes(path: Path) -> dict[str, int]:
     except ValueError:
         pass
     raise UserError(
-        str(path), "the file is damaged", "remove it, and auto measures again", code="damaged"
+        str(path), "the file is damaged", "remove the file, and auto measures again", code="damaged"
     )
 
 
@@ -147,7 +147,7 @@ def fits(
     image_size: int,
     device: torch.device,
 ) -> bool:
-    """Return False if memory runs out in a trial step. Nothing of the step stays in memory."""
+    """Run a trial step. Return False if memory runs out. Nothing of the step stays in memory."""
     PROGRESS.touch()
     on_gpu = device.type == "cuda"
     try:

@@ -22,7 +22,8 @@ from pretrain.optim.segments import Layout, Segment, cut_across, cut_each
 from pretrain.ranks.world import World
 
 _GATHERED_ELEMENTS = 2**26
-"""Elements of all ranks together that the first rank's device holds while it gathers."""
+"""Number of elements, of all ranks together, that the first rank's device holds while it
+gathers."""
 
 
 class ShardedState:
@@ -95,7 +96,7 @@ class ShardedState:
         return list(self.layouts)
 
     def kinds(self) -> list[str]:
-        """Return names of the per-weight state tensors, the same on every rank."""
+        """Return the names of the state tensors that each weight has, equal on every rank."""
         found = set[str]()
         for tensor in self.layouts:
             state = self.plain.state.get(tensor, {})
@@ -110,7 +111,7 @@ class ShardedState:
         return [self.plain.state[tensor][kind] for tensor in self.layouts]
 
     def create(self, kinds: Sequence[str], *, num_updates: int) -> None:
-        """Create the state that the optimizer's first steps would make, so a restore can fill
+        """Create the state that the optimizer's first steps would create. A restore then fills
         it."""
         counts = counts_steps(self.plain)
         for tensor in self.layouts:

@@ -26,7 +26,8 @@ from pretrain.ranks.world import World
 
 
 def updates_on_device(settings: EngineSettings) -> bool:
-    """Return False if DeepSpeed has to update: for fp16's loss scale, for offload, at stage 3."""
+    """Return False if DeepSpeed must do the update: for fp16's loss scale, for offload, and at
+    stage 3."""
     is_plain = settings.offload == "none" and settings.precision != "fp16"
     return is_plain and settings.zero_stage in (1, 2)
 
@@ -66,7 +67,7 @@ class ShardedUpdate:
         zero.micro_step_id = -1  # its value before a step's first micro-batch
 
     def _pieces(self, number: int) -> list[Tensor]:
-        """Return the pieces of a shard's gradient, from its first element on, without padding."""
+        """Return the pieces of a shard's gradient in order, without padding."""
         if self._keeps_gradients:
             parameters = self._zero.round_robin_bit16_groups[number]
             gradients = [self._zero.get_param_gradient_attribute(each) for each in parameters]

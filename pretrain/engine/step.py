@@ -82,15 +82,17 @@ def keep_freed_memory() -> None:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Numbers on the device. Reading one waits for the step; only the trainer does that."""
+    """Results of a step, as numbers on the device. Reading one waits for the step, so only the
+    trainer does that."""
 
     loss: Tensor
-    """Mean over this rank's part of the global batch."""
+    """Mean loss over this rank's part of the global batch."""
     gradient_norm: Tensor | float
-    """Norm for the global batch, before clipping. It is not finite if gradients caused a skip."""
+    """Gradient norm of the global batch, before clipping. It is not finite if gradients caused a
+    skip."""
     applied: Tensor | bool = True
-    """False on all ranks if the loss or a gradient of any rank was not finite. Such a step changes
-    only fp16's loss scale."""
+    """False on all ranks if the loss or a gradient of any rank was not finite. A skipped step
+    changes only fp16's loss scale."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +119,10 @@ class Engine(Protocol):
         """Make one update from this rank's micro-batches of one global batch."""
 
     def logits(self, images: Tensor) -> Tensor:
-        """Return float32 logits in evaluation mode. Every rank calls it equally often."""
+        """Return float32 logits in evaluation mode. Every rank must call it equally often."""
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Let `logits` use the averaged weights, if there are any, inside the block. Every rank
+        """Make `logits` use the averaged weights, if there are any, inside the block. Every rank
         enters it."""
 
     def weight(self, name: str) -> Tensor | None:
@@ -166,8 +168,8 @@ def compile_blocks(model: nn.Module, **how: Any) -> None:
 
 
 def repeated_parts(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of any model, also timm's: the members of the innermost sequences of one
-    class whose members contain modules."""
+    """Return the blocks of any model, also of timm. These are the members of the innermost
+    sequences whose members have one class and contain modules."""
     children = list(model.children())
     found = [part for child in children for part in repeated_parts(child)]
     is_sequence = (
@@ -180,7 +182,8 @@ def repeated_parts(model: nn.Module) -> list[nn.Module]:
 
 
 def loss_of(logits_BK: Tensor, batch: Prepared, *, label_smoothing: float) -> Tensor:
-    """Return the mean cross-entropy against one label each, or against a mixture of two."""
+    """Return the mean cross-entropy against one label per image, or against a mixture of two
+    labels."""
     # fake tensors have no device to compile for
     if logits_BK.is_cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return _compiled_loss()(
@@ -207,10 +210,10 @@ def one_pass_loss(
     weight_B: Tensor | None,
     smoothing: float,
 ) -> Tensor:
-    """Return the same loss by operations that a compiler fuses into one pass over the logits and
-    one over the gradient.
+    """Return the same loss by operations that a compiler fuses into two passes: over the logits,
+    and over their gradient.
 
-    Classes are compared, not indexed: the gradient of an index would be scattered into zeros.
+    Classes are compared, not indexed, because the gradient of an index is scattered into zeros.
     Without a compiler this is slower.
     """
     wide_BK = logits_BK.float()
@@ -230,6 +233,6 @@ def one_pass_loss(
 
 @functools.cache
 def _compiled_loss() -> Callable[..., Tensor]:
-    """Compile the loss, even if the model is not compiled. As single operations, two
-    cross-entropies of 16,384 x 11,230 logits move 17.7 GB."""
+    """Compile the loss, even if the model is not compiled. Separate operations move 17.7 GB for two
+    cross-entropies of 16,384 x 11,230 logits."""
     return torch.compile(one_pass_loss, dynamic=False)

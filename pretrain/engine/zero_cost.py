@@ -38,8 +38,8 @@ Offload = Literal["none", "optimizer", "all"]
 NUM_STATES = {"lion": 1, "sgd": 1, "adamw": 2}
 """Optimizer values per weight (K), by `optimizer.name`."""
 MAX_BUCKET_ELEMENTS = 25_000_000
-"""Gradients that are reduced together. DeepSpeed's default of 500 million takes 1 GB in bf16 even
-for a small model."""
+"""Number of gradients that are reduced together. DeepSpeed's default of 500 million takes 1 GB in
+bf16 even for a small model."""
 
 
 def bucket_elements(num_parameters: int) -> int:
@@ -69,7 +69,7 @@ class Held:
 
     on_device: float
     bucket: float
-    """Bytes of `on_device` that only stage 3 keeps between two steps."""
+    """Part of `on_device` that only stage 3 keeps between two steps."""
 
 
 def held(training: Training) -> Held:
@@ -132,11 +132,11 @@ class Plan:
 
     @property
     def step_flops(self) -> int:
-        """Return the FLOP of the forward and backward pass of the complete batch."""
+        """Return the FLOP of the complete batch, for forward and backward pass."""
         return 3 * 2 * self.cost.multiply_adds * self.global_batch_size
 
     def gpu_hours(self, num_steps: int) -> float:
-        """Return a lower bound, for GPUs that only compute, at `teraflops`."""
+        """Return a lower bound of the GPU-hours: only compute, at `teraflops`."""
         return num_steps * self.step_flops / (self.cluster.teraflops * 1e12) / 3600
 
     def training(self, stage: Stage, num_nodes: int) -> Training:
@@ -177,7 +177,7 @@ class Plan:
         return compute_s + network_s - hidden_s
 
     def best(self, num_nodes: Sequence[int]) -> int:
-        """Return the lowest number of nodes with the shortest step."""
+        """Return the number of nodes with the shortest step; the lowest one of several."""
         return min(num_nodes, key=lambda count: (self.step_s(count), count))
 
 

@@ -33,9 +33,9 @@ class Scores:
     loss: float
     num_samples: int
     real: float | None = None
-    """Top-1 by ReaL labels; None if the split has none."""
+    """Top-1 accuracy by ReaL labels; None if the split has none."""
     class_top1: float | None = None
-    """Mean of the classes' top-1; None if all classes have the same size."""
+    """Mean of the classes' top-1 accuracies; None if all classes have the same size."""
 
     def metrics(self, prefix: str) -> dict[str, float]:
         return {
@@ -114,7 +114,8 @@ def evaluate(
 
 
 def _heeding(stop: StopFlag, batches: Iterator[Batch], *, device: torch.device) -> Iterator[Batch]:
-    """Yield the batches until a rank must stop. Ranks agree one batch late, without a wait."""
+    """Yield the batches until a rank must stop. Ranks learn of it one batch later, so no rank
+    waits."""
     vote: Exchange | None = None
     while True:
         with stop.waiting():
@@ -130,7 +131,7 @@ def _heeding(stop: StopFlag, batches: Iterator[Batch], *, device: torch.device) 
 
 
 def _count(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """Return (top-1, top-5, loss, number) of each row; 0 if it is masked."""
+    """Return (top-1, top-5, loss, number) of each row; zeros for masked rows."""
     top = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels.unsqueeze(1)
     losses = cross_entropy(logits.float(), labels, reduction="none")
     columns = (top[:, 0], top.any(dim=1), losses, torch.ones_like(losses))

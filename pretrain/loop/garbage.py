@@ -29,7 +29,7 @@ def fixed_collection() -> Iterator[None]:
 
 
 def collect(step: int, *, is_pause: bool) -> None:
-    """Collect young objects every `COLLECT_EVERY_STEPS` steps, and all after a pause."""
+    """Collect young objects every `COLLECT_EVERY_STEPS` steps, and all objects after a pause."""
     if is_pause or step % COLLECT_EVERY_STEPS == 0:
         with span("garbage collection"):
             gc.collect(2 if is_pause else 1)

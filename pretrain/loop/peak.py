@@ -34,7 +34,8 @@ SHEETS = (
     (r"RTX 3090", {"bf16": 71.0, "fp16": 71.0, "tf32": 35.6, "fp32": 35.6}),
     (r"RTX 4090", {"bf16": 165.2, "fp16": 165.2, "tf32": 82.6, "fp32": 82.6}),
 )
-"""Peaks by name. A MIG part and a variant (RTX 4090 D) have other names, and are measured."""
+"""Peaks by GPU name. A MIG part or a variant (RTX 4090 D) has another name, so its peak is
+measured."""
 MEASURE_S = 0.15
 
 
@@ -69,8 +70,8 @@ def listed_teraflops(name: str, *, precision: str) -> float | None:
 
 
 def measured_peak(device: torch.device, *, precision: str) -> Peak:
-    """Measure the fastest of some products after a warm-up. CPUs use fp32, because many take
-    seconds for such a product in bf16 or fp16."""
+    """Measure the fastest of several matrix products after a warm-up. CPUs use fp32, because many
+    need seconds for such a product in bf16 or fp16."""
     on_gpu = device.type == "cuda"
     side, dtype = 1024, torch.float32
     if on_gpu:
@@ -110,7 +111,7 @@ class Meter:
     """Duration of each step since the last reading."""
     _wait_s: float = 0.0
     _num_steps: int = -1
-    """Steps of this attempt without its first one."""
+    """Number of steps of this attempt, without its first one."""
     _all_s: float = 0.0
 
     def restart(self) -> None:
@@ -139,7 +140,7 @@ class Meter:
         self.peak_teraflops = max(self.peak_teraflops, teraflops)
         found = {
             "usage/images_per_s": images_per_s,
-            "usage/data_wait_share": self._wait_s / elapsed_s,
+            "usage/data_wait_fraction": self._wait_s / elapsed_s,
             "usage/peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         }
         if self.flops_per_image:

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from data_prep.errors import UserError
-from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
+from pretrain.augment.augmentation import Augmentation, Normalization, Prepared
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import TrainingData
 from pretrain.data.loader import BatchSource
@@ -33,12 +33,12 @@ def preview(
             code="bad-value",
         )
     batch_size, seed = settings.train.global_batch_size, settings.train.seed
-    normalisation = Normalisation(*data.channel_statistics)
+    normalization = Normalization(*data.channel_statistics)
     augmentation = Augmentation(
         settings.augment,
         seed=seed,
         image_size=data.image_size,
-        normalisation=normalisation,
+        normalization=normalization,
         device=torch.device("cpu"),
         dtype=torch.float32,
         pixels=settings.data,
@@ -68,5 +68,5 @@ def preview(
     facts = f"epoch {epoch}  ·  {data.image_size} px  ·  {settings.augment.recipe}"
     title = f"{data.name}, as {Path(settings.run_dir).name} sees it"
     return fed_sheet(
-        fed, normalisation=normalisation, classes=data.classes, title=title, facts=facts
+        fed, normalization=normalization, classes=data.classes, title=title, facts=facts
     )

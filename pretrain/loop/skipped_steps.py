@@ -20,7 +20,7 @@ from pretrain.data.stream import Stream
 from pretrain.ranks.collectives import Agreed
 
 MAX_WRITTEN = 50
-"""Largest number of steps that a process writes."""
+"""Largest number of skipped steps that a process writes to its file."""
 
 
 class TooManySkippedSteps(UserError):  # noqa: N818
@@ -46,14 +46,14 @@ class SkippedSteps:
         self.total = self.in_a_row = 0
         self._num_written = 0
         self._are_named = False
-        """True if a rank has written samples of the last steps in a row."""
+        """True if a rank has written samples of the latest steps skipped in a row."""
 
     def go_on(self, *, total: int, in_a_row: int) -> None:
-        """Continue the counts of a checkpoint."""
+        """Continue from the counts of a checkpoint."""
         self.total, self.in_a_row = total, in_a_row
 
     def note(self, step: int, agreed: Agreed) -> None:
-        """Note a step. `step`: number of finished steps, including this one."""
+        """Count a step, skipped or not. `step`: number of finished steps, including this one."""
         if agreed.applied:
             self.in_a_row, self._are_named = 0, False
             return

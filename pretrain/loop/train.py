@@ -31,7 +31,7 @@ from data_prep.manifest import accuracy
 from data_prep.progress import doing
 from data_prep.publish import hash_of_json
 from data_prep.settings import flatten
-from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalization
 from pretrain.checkpoints.card import CheckpointError, ModelCard, WeightsError
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import TrainerState, load_state, take_weights
@@ -74,17 +74,17 @@ from pretrain.tracking.tracker import RunIdentity, Tracker
 
 
 class Task(ABC):
-    """The difference between pretraining and fine-tuning."""
+    """Differences between pretraining and fine-tuning."""
 
     name: RecordedTask = "pretrain"
     """Task in the run's record."""
     parent_key: str | None = None
-    """Key of this run's parent, if `parent_dir` has none."""
+    """Key of the parent run in tracking databases, if `parent_dir` has none."""
     parent_dir: Path | None = None
     start: Checkpoint | None = None
     """Checkpoint whose weights the run begins with."""
     is_branch = False
-    """True if the run also takes the optimizer and the position of `start`."""
+    """True if the run also continues the optimizer and data position of `start`."""
     remedy = REMEDY
     """Advice if no micro-batch fits into memory."""
 
@@ -94,12 +94,12 @@ class Task(ABC):
         data: TrainingData,
         *,
         config: TrainingSettings,
-        normalisation: Normalisation,
+        normalization: Normalization,
         tags: dict[str, str],
     ):
-        """`config`: the settings of the command, for RUN/config.yaml."""
+        """`config`: settings of the command, written to RUN/config.yaml."""
         self.settings, self.data, self.config = settings, data, config
-        self.normalisation, self.tags = normalisation, tags
+        self.normalization, self.tags = normalization, tags
 
     @abstractmethod
     def join_ranks(self, world: World) -> torch.device: ...
@@ -129,8 +129,8 @@ class Pretraining(Task):
         tags = {"task": "pretrain"}
         if start is not None:
             tags["start_from"] = str(start.directory.absolute())
-        normalisation = Normalisation(*data.channel_statistics)
-        super().__init__(settings, data, config=settings, normalisation=normalisation, tags=tags)
+        normalization = Normalization(*data.channel_statistics)
+        super().__init__(settings, data, config=settings, normalization=normalization, tags=tags)
         self.start = start
         self.is_branch = start is not None and run_and_length(settings.start_from or "")[1] != ""
 
@@ -243,7 +243,7 @@ def train(task: Task, world: World) -> Outcome:
 
 @contextmanager
 def _claimed(task: Task, stop: StopFlag) -> Iterator[None]:
-    """Hold the run directory, with the run's record in it. An interrupted wait writes nothing."""
+    """Lock the run directory, and write the run's record. An interrupted wait writes nothing."""
     run_dir, config, start = Path(task.settings.run_dir), task.config, task.start
     with claim(run_dir, config, ranks=task.settings.engine, stop=stop):
         code, seed = code_of(task.settings.model), config.train.seed
@@ -311,7 +311,7 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
         settings.augment,
         seed=train.seed,
         image_size=data.image_size,
-        normalisation=task.normalisation,
+        normalization=task.normalization,
         device=engine.device,
         dtype=engine.input_dtype,
         pixels=card,
@@ -383,8 +383,10 @@ def restore(trainer: Trainer, task: Task) -> TrainerState:
         return TrainerState(step=0, samples_consumed=0)
     place, resume = source.directory, task.settings.resume
     if resume != "changed_code" and source.card.code_sha256 != code_of(task.settings.model):
-        fix = "restore it, or set resume=changed_code"
-        raise WeightsError("model.import", f"its code changed after {place}", fix, code="changed")
+        fix = "restore the code, or set resume=changed_code"
+        raise WeightsError(
+            "model.import", f"the code has changed since {place}", fix, code="changed"
+        )
     state, trainer_state = on_all_ranks(lambda: load_state(place), device=device, field=str(place))
     problem = ""
     if source.card.pixels_hash != trainer.data.pixels_hash:
@@ -392,12 +394,12 @@ def restore(trainer: Trainer, task: Task) -> TrainerState:
     elif trainer_state.samples_consumed != trainer_state.step * trainer.plan.global_batch_size:
         problem = "the checkpoint was made with another train.global_batch_size"
     if problem:
-        fix = "restore them, or choose another run_dir"
+        fix = "restore the former value, or choose another run_dir"
         raise CheckpointError(str(place), problem, fix, code="changed")
     trainer.engine.import_state(state)
     filters = source.card.fed_interpolation, task.settings.augment.plain_filter
     if trainer.world.is_first and filters[0] != filters[1]:
-        change = "evaluation resized with {} before and resizes with {} now".format(*filters)
+        change = "evaluations used {} before and use {} now".format(*filters)
         print(f"WARNING: augment.crop_interpolation: {change}", file=sys.stderr)
     before, now = trainer_state.num_cpu_threads, num_cpu_threads(device)
     if trainer.world.is_first:
@@ -409,7 +411,7 @@ def restore(trainer: Trainer, task: Task) -> TrainerState:
         print(f"{run}: resuming from {place.name if own else place}{notes}")
         if before is not None and now is not None and before != now:
             print(
-                f"WARNING: OMP_NUM_THREADS: was {before} and is {now} now: sums are rounded"
+                f"WARNING: OMP_NUM_THREADS: it was {before} and is now {now}, so sums are rounded"
                 f" differently. Set it to {before} for the same bits",
                 file=sys.stderr,
             )
@@ -481,15 +483,15 @@ def open_tracker(task: Task, facts: dict[str, Any], world: World) -> tuple[str, 
 
 
 def card_of(task: Task, *, run_key: str) -> ModelCard:
-    """Return the metadata for checkpoints; each checkpoint adds its step."""
+    """Return the checkpoint metadata. Each checkpoint adds its step."""
     data, settings, (crop, interpolation) = task.data, task.settings, task.data.squares
     return ModelCard(
         model=settings.model,
         code_sha256=code_of(settings.model),
         image_size=data.image_size,
         classes=data.classes,
-        channel_mean=task.normalisation.mean,
-        channel_std=task.normalisation.std,
+        channel_mean=task.normalization.mean,
+        channel_std=task.normalization.std,
         dataset=data.name,
         stream=data.settings.stream,
         stored_crop=crop,

@@ -78,13 +78,13 @@ class QueuedStep:
     lr: float
     asked: Moment
     given: Moment
-    """End of the device's wait for data, which began at `asked`."""
+    """Time at which the device received the data that it waited for since `asked`."""
     exchange: Exchange
 
 
 @dataclass
 class Trainer:
-    """The loop over the parts of `assemble`. All ranks make one together."""
+    """Training loop over the parts that `assemble` makes. All ranks create it together."""
 
     settings: PretrainSettings
     data: TrainingData
@@ -189,21 +189,22 @@ class Trainer:
         )
 
     def _schedule_of(self, num_steps: int) -> Schedule:
-        """Return the learning rates of this run if it has `num_steps`."""
+        """Return the learning rates for a run of `num_steps` steps."""
         wanted = self.settings.schedule
         asked = self._steps(wanted.warmup)
         warmup = fit_warmup(asked, num_steps=num_steps)
         if warmup != asked and num_steps == self.num_steps and self.world.is_first:
             print(
                 f"{self.run_dir.name}: schedule.warmup: {wanted.warmup} is {asked:,} steps, but the"
-                f" run has {num_steps:,}; shortened to {warmup:,} steps",
+                f" run has {num_steps:,}; the warm-up is shortened to {warmup:,} steps",
                 flush=True,
             )
         lr, cooldown = self.settings.optimizer.lr, self._steps(wanted.cooldown)
         return Schedule(wanted, lr, num_steps, warmup, cooldown)
 
     def _note_lengths(self, start: TrainerState) -> None:
-        """Report a changed length. The learning rate follows the new length from this step on."""
+        """Report a changed training length. The learning rate follows the new length from this step
+        on."""
         if not start.lengths or start.lengths[-1] == self.num_steps:
             self.lengths = start.lengths or self.lengths
             return
@@ -248,7 +249,7 @@ class Trainer:
         return Feed(batches, self.augmentation, waits=self.stop.result)
 
     def _queue_step(self, feed: Feed) -> QueuedStep:
-        """Queue the step that takes the model from `step` to `step + 1`."""
+        """Queue one step on the device: from `step` to `step + 1`."""
         self.first_read.raise_fault()
         step, lr = self.step, self.schedule.lr(self.step)
         PROGRESS.mark("waiting for data", step=step + 1)
@@ -290,23 +291,24 @@ class Trainer:
             max_fraction=self.settings.data.max_bad_fraction,
         )
         self.meter.count(done.exchange.ended, wait_s=done.given.seconds_since(done.asked))
+        samples = done.step * batch_size
+        epoch = samples / self.data.epoch_size(global_batch_size=batch_size)
         if self._is_due(done.step, self.settings.train.log_every_steps):
-            samples = done.step * batch_size
             self.reading = {
+                "train/epoch": epoch,
                 "train/loss": agreed.loss,
                 "train/gradient_norm": agreed.gradient_norm,
                 "train/lr": done.lr,
                 "train/samples": float(samples),
-                "train/epoch": samples / self.data.epoch_size(global_batch_size=batch_size),
                 "train/bad_samples": float(self.num_bad),
                 "train/skipped_steps": float(self.skipped.total),
             } | self.meter.reading()
             self.tracker.metrics(self.reading, step=done.step)
-            self.line.note = in_words(self.reading, self.scores, scored_step=self.scored_step)
-        self.line.advance(note=None if self.reading or self.scores else "")
+        self.reading["train/epoch"] = epoch
+        self.line.advance(note=in_words(self.reading, self.scores, scored_step=self.scored_step))
 
     def _evaluate(self) -> None:
-        """Evaluate. If the run must stop, the next attempt evaluates first instead."""
+        """Evaluate. If the run must stop, skip the evaluation; the resumed run evaluates first."""
         self.owes_evaluation = self.eval_reader is not None
         if self.stopping:
             return
@@ -362,7 +364,7 @@ class Trainer:
             "fed",
             lambda: fed_sheet(
                 sample,
-                normalisation=self.augmentation.normalisation,
+                normalization=self.augmentation.normalization,
                 classes=data.classes,
                 title=f"{data.name}, as {self.run_dir.name} sees it",
                 facts=f"{data.image_size} px  ·  {self.settings.augment.recipe}",

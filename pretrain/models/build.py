@@ -33,8 +33,8 @@ def build(
     seed: int | None = None,
     **changes: Any,
 ) -> ImageModel:
-    """Build a model of the papers by name, with changed fields. The paper's image size and classes
-    are the default."""
+    """Build a named model of the papers. Further arguments replace its fields. The default image
+    size and classes are the paper's."""
     return build_model(
         spec_of(name, **changes),
         num_classes=preset(name).num_classes if num_classes is None else num_classes,
@@ -46,7 +46,7 @@ def build(
 def build_model(
     spec: AnySpec, *, num_classes: int, image_size: int, seed: int | None = None
 ) -> ImageModel:
-    """Build the model. `seed`: makes the initial weights the same in every process."""
+    """Build the model. `seed` makes the initial weights the same in every process."""
     spec.check(image_size=image_size)
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one image's forward pass: matrix products, convolutions and attention, counted as in
+    """Cost of one image's forward pass. Matrix products, convolutions and attention count, as in
     torch's FlopCounterMode."""
 
     num_parameters: int = 0
@@ -57,7 +57,8 @@ TIMM_COSTS = {
     "resnet18_32": (32, Cost(11_168_832, 555_417_600), 512),
     "vit_b_4": (64, Cost(85_291_776, 23_055_058_944), 768),
 }
-"""Values by name: image size in *Scaling MLPs*, cost without the head at that size, features."""
+"""Values by name: image size in *Scaling MLPs*, cost without the head at this size, number of
+features."""
 
 
 def cost_of(spec: AnySpec, *, num_classes: int, image_size: int) -> Cost:
@@ -135,7 +136,7 @@ def num_parameters(model: "nn.Module") -> int:
 
 
 def _linear(num_inputs: int, num_outputs: int, *, rows: int = 1, bias: bool = True) -> Cost:
-    """Return the cost of one matrix, applied to `rows` vectors of an image."""
+    """Return the cost of applying one matrix to `rows` vectors of an image."""
     size = num_inputs * num_outputs
     return Cost(size + (num_outputs if bias else 0), rows * size)
 
@@ -182,8 +183,8 @@ def _mixer(spec: MixerSpec, *, image_size: int) -> tuple[Cost, Cost]:
 
 
 def _sparse_mlp(spec: SparseMlpSpec, *, image_size: int) -> tuple[Cost, Cost]:
-    """Count the expected connections of sparse layers. The layer from S0 C to m entries belongs to
-    the stem."""
+    """Return the cost for the expected connections of sparse layers. The layer from S0 C to m
+    entries belongs to the stem."""
 
     def sparse(num_inputs: int, num_outputs: int) -> Cost:
         size = num_inputs * num_outputs
@@ -213,7 +214,7 @@ def _structured(spec: StructuredMlpSpec, *, image_size: int) -> Cost:
     rows, columns = spec.num_rows, spec.num_columns
     total = Cost()
     for height, width in (
-        (image_size, image_size if spec.greyscale else 3 * image_size),
+        (image_size, image_size if spec.grayscale else 3 * image_size),
         (rows, columns),
     ):
         if spec.form == "monarch":  # one matrix per row, then one per column
@@ -229,7 +230,7 @@ def _structured(spec: StructuredMlpSpec, *, image_size: int) -> Cost:
 
 
 def count_cost(spec: TimmSpec, *, image_size: int) -> Cost:
-    """Build the model without its head, and count with torch."""
+    """Count the cost of a model without its head, with torch."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -260,13 +261,13 @@ def tokens_for(omega: float, *, num_channels: int, gamma: float = 1.0) -> int:
 
 
 def widest_side(omega: float, *, gamma: float = 1.0) -> float:
-    """Return C* = S* = (Omega / gamma)^(1/3), which maximizes m = S C."""
+    """Return C* = S* = (Omega / gamma)^(1/3), which maximizes the width m = S C."""
     _check_positive(omega=omega, gamma=gamma)
     return math.cbrt(omega / gamma)
 
 
 def sparse_width(omega: float, *, density: float, gamma: float = 1.0) -> int:
-    """Return m of a SW-MLP with Omega = p gamma m^2."""
+    """Return the width m of a SW-MLP with Omega = p gamma m^2."""
     _check_positive(omega=omega, gamma=gamma, density=density)
     return max(1, round(math.sqrt(omega / (density * gamma))))
 

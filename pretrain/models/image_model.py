@@ -46,7 +46,7 @@ class ImageModel(nn.Module, ABC):
         return x_BF.flatten(1)
 
     def as_map(self, x_BF: Tensor) -> Tensor:
-        """Return (B, channels, height, width), with a single position if features have none."""
+        """Return (B, channels, height, width). Features without positions become a 1 x 1 map."""
         return x_BF.flatten(1)[:, :, None, None]
 
     def forward_features(self, x_BCHW: Tensor) -> Tensor:
@@ -71,8 +71,8 @@ class ImageModel(nn.Module, ABC):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Set a new head whose outputs start at zero. 0 classes: the model returns pooled
-        features."""
+        """Replace the head by a new one whose outputs start at zero. For 0 classes, the model
+        returns pooled features."""
         if global_pool not in (None, "", "avg"):
             raise UserError(
                 "global_pool", f"{global_pool!r} is not valid", "use avg", code="bad-value"
@@ -107,8 +107,8 @@ class ImageModel(nn.Module, ABC):
         output_fmt: Literal["NCHW", "NLC"] = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Return the outputs of the chosen blocks (a number: the last ones), as maps or as (B,
-        positions, channels)."""
+        """Return the outputs of the chosen blocks (a single number chooses the last ones), as maps
+        or as (B, positions, channels)."""
         taken = taken_blocks(indices, num_blocks=len(self.blocks))
         x_BF, found = self.embed(x), []
         for number, block in enumerate(self.blocks):

@@ -33,15 +33,17 @@ def allow_import(path: str | None) -> str | None:
 
 
 def check_allowed(spec: AnySpec, *, source: object = "the checkpoint") -> None:
-    """Fail if the model is code that the user has not allowed."""
+    """Fail if the model needs code that the user has not allowed."""
     if isinstance(spec, ImportSpec) and spec.path not in _ALLOWED:
         fix = f"if you trust this code, add --allow-import {spec.path}"
-        raise SettingsError("allow_import", f"{source} names code to run", fix, code="unsafe")
+        raise SettingsError(
+            "allow_import", f"{source} needs code that is not allowed", fix, code="unsafe"
+        )
 
 
 def code_of(spec: AnySpec) -> str:
-    """Return the hash of all Python files of the model's top package, without running them. The
-    hash of other models is ""."""
+    """Return the hash of all Python files of the model's top-level package, without running them;
+    "" for other models."""
     if not isinstance(spec, ImportSpec):
         return ""
     return hash_package(spec.path.partition(":")[0].partition(".")[0])

@@ -85,7 +85,8 @@ def list_models(
     if not found:
         raise UserError(
             "--image-size",
-            f"{image_size} suits none of these models ({unfit[-1]}: {reason})",
+            f"no matching model supports {image_size} px ({unfit[-1]}: {reason})",
+            "choose another size, or another --match",
             code="bad-value",
         )
     return found, unfit
@@ -159,7 +160,7 @@ def _table(
 
 
 def _short(value: float) -> str:
-    """Format with four digits and a unit."""
+    """Format a number with four digits and a unit."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:#.4g} {unit}"

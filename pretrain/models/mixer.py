@@ -150,8 +150,8 @@ class Mixer(ImageModel):
         return x_BF.mean(dim=1)
 
     def as_map(self, x_BF: Tensor) -> Tensor:
-        """Return tokens at the positions of their patches, or in one column if they form no
-        square."""
+        """Return tokens as a map at the positions of their patches, or as one column if they form
+        no square."""
         side = isqrt(x_BF.shape[1])
         width = side if side**2 == x_BF.shape[1] else 1
         return x_BF.transpose(1, 2).reshape(
@@ -161,7 +161,7 @@ class Mixer(ImageModel):
 
 def patches(x_BCHW: Tensor, *, size: int) -> Tensor:
     """Return (B, S0, 3 P P): every patch as one row, in reading order."""
-    batch, colours, height, width = x_BCHW.shape
+    batch, colors, height, width = x_BCHW.shape
     rows, columns = height // size, width // size
-    grid = x_BCHW.reshape(batch, colours, rows, size, columns, size)
-    return grid.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, colours * size * size)
+    grid = x_BCHW.reshape(batch, colors, rows, size, columns, size)
+    return grid.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, colors * size * size)

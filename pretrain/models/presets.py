@@ -29,7 +29,7 @@ class NamedModel(Settings):
         examples=["mlp_b12_wi1024"],
         json_schema_extra=lambda schema: schema.update(enum=list(PRESETS)),
     )
-    """Name of a model in `pretrain models`. It excludes `kind`."""
+    """Name of a model listed by `pretrain models`. It cannot be combined with `kind`."""
 
 
 _PATH = Field(
@@ -83,7 +83,7 @@ def expand_preset(model: object) -> object:
     if other := chosen[1:2]:
         raise SettingsError(
             field,
-            f"{name!r} and {other[0]} {model[other[0]]!r} are two models",
+            f"{name!r} and model.{other[0]}={model[other[0]]!r} exclude each other",
             f"write model='{{{chosen[0]}: {name}}}', or remove {other[0]} and its fields",
             code="conflict",
         )

@@ -25,7 +25,7 @@ TIMM_NORM_EPS = 1e-6
 
 def check_needs(section: Settings, prefix: str, needs: Mapping[str, tuple[bool, str]]) -> None:
     """Check that the requirement of each setting is met. `needs`: for each setting, True if its
-    requirement is met, and a setting that meets it."""
+    requirement is met, and a setting that would meet it."""
     for name, (is_met, need) in needs.items():
         default = type(section).model_fields[name].get_default(call_default_factory=True)
         if not is_met and getattr(section, name) != default:
@@ -61,13 +61,13 @@ class MlpSpec(Settings):
     example_with: ClassVar = {"activation_first": "{}bottleneck=none"}
     kind: Literal["mlp"]
     depth: int = Field(6, ge=1)
-    """Layers between the first and the last."""
+    """Number of layers between the first and the last layer."""
     width: int = Field(1024, ge=1)
-    """Entries of the hidden vector."""
+    """Number of entries of the hidden vector."""
     expansion: float = Field(EXPANSION, gt=0)
-    """Hidden width of a block as a multiple of `width` (bottleneck: inverted only)."""
+    """Hidden width of a block, as a multiple of `width` (inverted bottleneck only)."""
     bottleneck: Literal["inverted", "none"] = "inverted"
-    """Matrices of a block. inverted: z + Wc act(We norm(z)), the B-L/Wi-m models. none: act(W
+    """Structure of a block. inverted: z + Wc act(We norm(z)), the B-L/Wi-m models. none: act(W
     norm(z)), the standard MLP."""
     activation_first: bool = False
     """Position of the activation (standard MLP only). true: W act(norm(z)), as in the public code.
@@ -75,14 +75,14 @@ class MlpSpec(Settings):
     norm: Literal["layer", "batch", "none"] = "layer"
     """Norm of each layer: LayerNorm, BatchNorm or none."""
     norm_place: Literal["before", "after"] = "before"
-    """Position of the norm. before: pre-LN, before the layer. after: post-LN, after the skip path's
-    sum."""
+    """Position of the norm. before: pre-LN, before the layer. after: post-LN, after the skip path
+    is added."""
     skip_every: int | None = Field(None, ge=0, examples=[2])
     """Number of layers that each skip path spans; 0: no skip paths. Default: 1 with an inverted
     bottleneck, otherwise 0."""
     activation: _OfLayers = "gelu"
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Fraction of hidden entries that training sets to zero; 0 is off."""
+    """Fraction of hidden entries that training sets to zero. 0: off."""
     bias: _OfMatrices = True
 
     @model_validator(mode="after")
@@ -98,7 +98,7 @@ class MlpSpec(Settings):
             raise SettingsError(
                 "model.skip_every",
                 f"{self.skip} does not divide depth {self.depth}",
-                "choose a divisor",
+                f"choose a divisor of {self.depth}",
                 code="conflict",
             )
         return self
@@ -130,37 +130,37 @@ class MixerSpec(Settings):
 
     kind: Literal["mixer"]
     patch_size: int = Field(16, ge=1)
-    """Side of the square patches that become tokens, in pixels."""
+    """Side of the square patches, in pixels. Each patch becomes a token."""
     num_channels: int = Field(768, ge=1)
-    """Entries of each token (C)."""
+    """Number of entries of each token (C)."""
     depth: int = Field(12, ge=1)
-    """Blocks of token and channel mixing."""
+    """Number of blocks (a token mixing and a channel mixing each)."""
     expansion: float = Field(EXPANSION, gt=0)
-    """Hidden width of both mixings (gamma), as a multiple of tokens and of channels."""
+    """Hidden width of both mixings (gamma), as a multiple of their input."""
     token_hidden: int | None = Field(None, ge=1, examples=[384])
-    """Hidden width of the token mixing, if it is not gamma S."""
+    """Hidden width of the token mixing (default: gamma S)."""
     channel_hidden: int | None = Field(None, ge=1, examples=[3072])
-    """Hidden width of the channel mixing, if it is not gamma C."""
+    """Hidden width of the channel mixing (default: gamma C)."""
     layers_per_mixing: Literal[1, 2] = 2
-    """Layers of a mixing. 2: W2 act(W1 x), the MLP-Mixer. 1: act(W x), the S-Mixer, without
-    gamma."""
+    """Number of layers in a mixing. 2: W2 act(W1 x), the MLP-Mixer. 1: act(W x), the S-Mixer, which
+    has no gamma."""
     num_tokens: int | None = Field(None, ge=1, examples=[64])
     """Number of tokens S (default: one token per patch). If S is set, the skip path of the first
     block is LN(W~ X) with W~ of S x S0, even if S = S0."""
     permuted_blocks: BlockNumbers = Field((), examples=["all", [0, 3]])
-    """Blocks (from 0) whose mixings read and write randomly permuted entries, fixed at
-    initialization (RP variants)."""
+    """Numbers of the blocks (from 0) whose mixings read and write entries in a random order, fixed
+    at initialization (RP variants)."""
     activation: _OfLayers = "gelu"
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Fraction of hidden entries that training sets to zero; 0 is off."""
+    """Fraction of hidden entries that training sets to zero. 0: off."""
     norm_eps: float = Field(1e-5, gt=0)
     """Epsilon of every LayerNorm: 1e-5 in the paper, 1e-6 in timm's Mixers."""
     init: Init = "normal"
     """Initial weights of the mixings. normal: N(0, 1/S) and N(0, 1/C), as in the paper. torch:
     uniform within 1/sqrt(inputs)."""
     final_norm: bool = True
-    """LayerNorm between the last block and the mean over tokens. Section A.2.1 of the paper prints
-    it, section 2.2 does not."""
+    """Use a LayerNorm between the last block and the mean over tokens. Section A.2.1 of the paper
+    prints it, section 2.2 does not."""
     bias: _OfMatrices = True
 
     @model_validator(mode="after")
@@ -221,27 +221,28 @@ class SparseMlpSpec(Settings):
     patch_size: int = Field(4, ge=1)
     """Side of the square patches of the first layer, in pixels."""
     num_channels: int = Field(48, ge=1)
-    """Outputs of the first layer for each patch (C)."""
+    """Number of outputs of the first layer for each patch (C)."""
     width: int | None = Field(None, ge=1, examples=[1024])
-    """Entries of the vector (m; default: S0 C)."""
+    """Number of entries of the vector (m; default: S0 C)."""
     depth: int = Field(8, ge=1)
     """Number of sparse blocks."""
     density: float = Field(0.5, gt=0, le=1)
-    """Probability of each connection (p)."""
+    """Probability that a connection exists (p)."""
     expansion: float | None = Field(None, gt=0, examples=[2.0])
-    """Hidden width (gamma) in x + (M2 * W2) act((M1 * W1) LN(x)). Default: no hidden layer."""
+    """Hidden width gamma, as a multiple of m, in x + (M2 * W2) act((M1 * W1) LN(x)). Default: no
+    hidden layer."""
     outer_activation: bool = False
-    """Use x + act((M2 * W2) act((M1 * W1) LN(x))), as in (S.17) of the paper, but not in C.1. This
-    needs a hidden layer."""
+    """Apply a second activation: x + act((M2 * W2) act((M1 * W1) LN(x))), equation (S.17).
+    Appendix C.1 of the paper omits it. This needs `expansion`."""
     widen: Literal["dense", "sparse"] = "dense"
-    """Layer from S0 C to m entries, which the paper does not print. sparse: density of the blocks.
-    dense: may have more connections than a block."""
+    """Layer from S0 C to m entries, which the paper does not print. sparse: has the density of the
+    blocks. dense: may have more connections than a block."""
     final_norm: bool = False
-    """LayerNorm between the last block and the classifier. Section A.2.5 of the paper does not
-    print one."""
+    """Use a LayerNorm between the last block and the classifier. Section A.2.5 of the paper does
+    not print one."""
     init_gain: Literal["spectral"] | None = None
-    """Scale of the initial weights. spectral: scale the blocks' matrices to the largest singular
-    value of a dense matrix, 1 + sqrt(gamma). Without it, this value grows with the width at a fixed
+    """Scale of the initial weights. spectral: the largest singular value of the blocks' matrices is
+    1 + sqrt(gamma), as for a dense matrix. null: this value grows with the width at a fixed
     Omega."""
     storage: Literal["auto", "masked", "sparse"] = "auto"
     """Storage of the matrices. masked: a dense matrix times a mask. sparse: only the connections.
@@ -255,7 +256,7 @@ class SparseMlpSpec(Settings):
 
     activation: _OfLayers = "gelu"
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Fraction of hidden entries that training sets to zero; 0 is off."""
+    """Fraction of hidden entries that training sets to zero. 0: off."""
     bias: _OfMatrices = True
 
     @model_validator(mode="after")
@@ -296,15 +297,15 @@ class StructuredMlpSpec(Settings):
 
     kind: Literal["structured"]
     form: Literal["monarch", "kronecker"]
-    """Form of B1 and B2. monarch: block-diagonal, with permutations between. kronecker: all blocks
-    of one matrix are equal."""
+    """Structure of B1 and B2. monarch: block-diagonal, with permutations between. kronecker: all
+    blocks of one matrix are equal."""
     num_rows: int = Field(28, ge=1)
-    """Number of rows of the hidden vectors, as matrices."""
+    """Number of rows of the hidden vector, viewed as a matrix."""
     num_columns: int = Field(28, ge=1)
-    """Number of columns of the hidden vectors, as matrices."""
+    """Number of columns of the hidden vector, viewed as a matrix."""
     activation: _OfLayers = "relu"
-    greyscale: bool = True
-    """Average the colors: a row has W entries instead of 3 W (MNIST is gray)."""
+    grayscale: bool = True
+    """Average the colors of the image. A row then has W entries instead of 3 W (MNIST is gray)."""
 
     @property
     def label(self) -> str:
@@ -347,9 +348,10 @@ class TimmModelSpec(Settings):
     name: str = Field(pattern=r"^\w+$", examples=["resnet50"])
     """Name in timm, without a tag."""
     arguments: str = Field("{}", examples=['{"img_size": 224}'])
-    """Arguments for timm as JSON. They may come from a hub, so they must not name other weights."""
+    """Arguments of timm.create_model, as JSON. Arguments that load weights, for example pretrained,
+    are rejected, because a downloaded config could use them."""
     num_features: int = Field(ge=1, examples=[2048])
-    """Inputs of the classifier."""
+    """Number of inputs of the classifier."""
 
     @field_validator("arguments")
     @classmethod

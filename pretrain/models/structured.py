@@ -72,14 +72,14 @@ class StructuredMlp(ImageModel):
             pixels_per_place=image_size,
         )
         grid = (spec.num_rows, spec.num_columns)
-        self.greyscale = spec.greyscale
+        self.grayscale = spec.grayscale
         self.stem = LAYERS[spec.form](
-            (image_size, image_size * (1 if spec.greyscale else 3)), out=grid
+            (image_size, image_size * (1 if spec.grayscale else 3)), out=grid
         )
         self.blocks = nn.ModuleList([StructuredBlock(spec, grid)])
         self.norm = nn.Identity()
         self.head = classifier(self.num_features, num_classes)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
-        rows_BHV = x_BCHW.mean(1) if self.greyscale else x_BCHW.transpose(1, 2).flatten(2)
+        rows_BHV = x_BCHW.mean(1) if self.grayscale else x_BCHW.transpose(1, 2).flatten(2)
         return self.stem(rows_BHV)

@@ -77,13 +77,12 @@ class TimmModel(ImageModel):
         return self.body.prune_intermediate_layers(*args, **kwargs)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return the body's groups, with the names of its weights in this model."""
+        """Return timm's groups of the body's parameters, with their names in this model."""
         of_body: dict[str, Any] = self.body.group_matcher(coarse=coarse)
         return {group: _within_body(names) for group, names in of_body.items()}
 
     def layers(self) -> dict[str, int]:
-        """Return the layer number of each weight, as timm groups weights; {} if timm has no
-        groups."""
+        """Return the layer number of each weight, by timm's groups; {} if timm has no groups."""
         matcher = getattr(self.body, "group_matcher", None)
         if matcher is None:
             return {}
@@ -98,7 +97,7 @@ class TimmModel(ImageModel):
 
 
 def _within_body(names: Any) -> Any:
-    """Return the same regular expressions after `body.`."""
+    """Return the regular expressions with the prefix `body.`."""
     if isinstance(names, str):
         return rf"body\.(?:{names.removeprefix('^')})"
     return [(_within_body(pattern), order) for pattern, order in names]
@@ -108,7 +107,7 @@ INTERFACE = ("forward_features", "forward_head", "reset_classifier", "num_featur
 
 
 def own_body(spec: ImportSpec, *, num_classes: int, image_size: int) -> Any:
-    """Build the user's model without its head. Its interface is tried on torch's meta device."""
+    """Build the user's model without its head, and try its interface on torch's meta device."""
     own_class, arguments = import_class(spec), json.loads(spec.arguments)
     words = {"num_classes": num_classes, "img_size": image_size} | arguments
     try:

@@ -74,7 +74,7 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
     if num_layers == 1 and settings.layer_decay < 1:
         raise UserError(
             "optimizer.layer_decay",
-            f"{settings.layer_decay} is not valid, the model has no blocks in a row",
+            f"{settings.layer_decay} is not valid, because the model has no sequence of blocks",
             "remove it",
             code="conflict",
         )

@@ -93,8 +93,8 @@ class Lion(Optimizer):
 def guarded(
     weight: Tensor, gradient: Tensor, momentum: Tensor, share: Tensor, group: dict[str, Any]
 ) -> None:
-    """Step with scalars that are tensors, as a reference of the kernel. Nothing changes if `share`
-    is not finite."""
+    """Do a step with scalars that are tensors, as a reference for the kernel. Nothing changes if
+    `share` is not finite."""
     lr, (beta1, beta2), weight_decay = group["lr"], group["betas"], group["weight_decay"]
     weight, momentum = (each[: gradient.numel()] for each in (weight, momentum))  # without padding
     is_good, gradient = share.isfinite(), gradient.float() * share

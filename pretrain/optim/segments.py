@@ -8,7 +8,8 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Segment:
-    """`length` elements, from `offset` in the flat tensor and from `start` in the parameter."""
+    """Part of a parameter: `length` elements, from `offset` in the flat tensor and from `start` in
+    the parameter."""
 
     parameter_number: int
     """Position in `model.named_parameters()`."""
@@ -22,7 +23,7 @@ Layout = tuple[tuple[Segment, ...], ...]
 
 
 def cut_across(parameters: Sequence[Segment], *, shard_size: int, num_ranks: int) -> Layout:
-    """Stages 1 and 2: cut the row of all parameters into equal shards."""
+    """Cut the concatenated parameters into equal shards (stages 1 and 2)."""
     return tuple(
         tuple(
             Segment(each.parameter_number, low - rank * shard_size, high - low, low - each.offset)
@@ -35,7 +36,7 @@ def cut_across(parameters: Sequence[Segment], *, shard_size: int, num_ranks: int
 
 
 def cut_each(numels: Sequence[tuple[int, int]], *, num_ranks: int) -> Layout:
-    """Stage 3: cut every parameter, given as (number, numel), into equal parts."""
+    """Cut every parameter, given as (number, numel), into equal parts (stage 3)."""
     parts = [-(-numel // num_ranks) for _, numel in numels]
     offsets = [0, *accumulate(parts)]
     return tuple(

@@ -14,7 +14,7 @@ from data_prep.errors import UserError
 
 T = TypeVar("T")
 LOOK_S = 1.0
-"""Seconds between signs of life of waiting ranks."""
+"""Seconds between progress reports of waiting ranks."""
 
 
 def is_distributed() -> bool:
@@ -22,7 +22,7 @@ def is_distributed() -> bool:
 
 
 def all_sum(values: Tensor) -> Tensor:
-    """Sum over ranks in place."""
+    """Sum a tensor over ranks, in place."""
     if is_distributed():
         dist.all_reduce(values)
     return values
@@ -34,7 +34,7 @@ def mean_over_ranks(values: Tensor) -> Tensor:
 
 
 class Moment:
-    """A point in the work of a device. A GPU uses its own clock, so the host does not wait."""
+    """Point in time of a device's work. A GPU uses its own clock, so the host does not wait."""
 
     def __init__(self, device: torch.device):
         self._now_s = time.monotonic()
@@ -51,13 +51,13 @@ class Moment:
 
 @dataclass(frozen=True)
 class Agreed:
-    """The facts of a step that all ranks know."""
+    """Facts about a step that all ranks know."""
 
     loss: float
-    """The mean; not finite if the loss of any rank is not."""
+    """Mean loss over ranks; not finite if the loss of any rank is not."""
     gradient_norm: float
     votes: int
-    """Number of ranks that raised their flag."""
+    """Number of ranks that voted to stop."""
     num_bad: int
     own_loss: float
     """This rank's own loss."""
@@ -142,7 +142,7 @@ def barrier() -> None:
 
 
 class FailedElsewhere(UserError):  # noqa: N818
-    """Another rank failed, and prints the message."""
+    """Another rank failed and prints its own message."""
 
     of_all_ranks = True
 

@@ -46,14 +46,14 @@ class Progress:
         """Seconds in which this process could not run; only the watchdog writes them."""
 
     def mark(self, stage: str, *, step: int | None = None) -> None:
-        """Begin the next stage. `step`: the current step, from 1 on; by default unchanged."""
+        """Begin the next stage. `step`: current step, from 1 on (default: unchanged)."""
         number, before, _ = self._mark
         self._mark = number + 1, before if step is None else step, stage
         self.touch()
 
     @contextmanager
     def waiting(self, stage: str) -> Iterator[None]:
-        """Mark a stage within another one: a wait for ranks that are behind."""
+        """Mark a wait for ranks that are behind, as a stage within the current one."""
         before = self._mark[2]
         self.mark(stage)
         yield
@@ -61,7 +61,7 @@ class Progress:
 
     @contextmanager
     def trusting(self) -> Iterator[None]:
-        """Trust work that has its own time limit, for example a transfer: it is no hang."""
+        """Do not count work with its own time limit, for example a transfer, as a hang."""
         self._num_trusted += 1
         try:
             yield
@@ -74,7 +74,7 @@ class Progress:
         self._touched_s = time.monotonic() - self._paused_s
 
     def excuse(self, pause_s: float) -> None:
-        """Exclude a time in which the complete process was suspended."""
+        """Exclude a time in which this process was suspended."""
         self._paused_s += pause_s
 
     def standing(self) -> Standing:
@@ -90,7 +90,7 @@ PROGRESS = Progress()
 
 @dataclass(frozen=True)
 class Verdict:
-    """The reason why training ends, which the watchdog sends to all ranks and prints."""
+    """Reason for the end of training. The watchdog sends it to all ranks and prints it."""
 
     peer: Peer
     why: Literal["gone", "silent", "failed", "hangs", "waits"]
@@ -110,7 +110,8 @@ class Verdict:
 
     @property
     def wants_stacks(self) -> bool:
-        """False for a rank that died or failed by itself: the stacks of others do not help."""
+        """False if a rank died or failed by itself, because the stacks of other ranks do not help
+        then."""
         return self.why in ("silent", "hangs")
 
     def as_message(self) -> dict[str, Any]:
@@ -122,7 +123,7 @@ class Verdict:
 
 
 class Standings:
-    """The last reported standing of each rank, in the first rank."""
+    """Last standing that each rank reported to the first rank."""
 
     def __init__(self) -> None:
         self._known: dict[Peer, Standing] = {}

@@ -26,7 +26,7 @@ from pretrain.ranks.world import free_port
 
 _PR_SET_PDEATHSIG = 1
 LAUNCHED_WITH = "WIDE_MLPS_LAUNCHED_WITH"
-"""Variable with the rest of the command line, for a run's page."""
+"""Environment variable with the rest of the command line, for a run's page."""
 _JOINED_PIPE = "WIDE_MLPS_JOINED_PIPE"
 LAST_WORDS_S = 5.0
 """Seconds that the other ranks get after one has died."""
@@ -35,7 +35,7 @@ GRACE_S = LAST_WRITE_S + 10.0
 
 
 def end_with_parent() -> None:
-    """Let Linux send SIGTERM to this child when its parent has died."""
+    """Ask Linux to send SIGTERM to this child when its parent dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -38,7 +38,7 @@ def heeded_signals() -> list[signal.Signals]:
 
 
 class Interrupted(Exception):  # noqa: N818
-    """A wait was given up, because training must stop."""
+    """Training must stop, so a wait was given up."""
 
 
 @contextmanager

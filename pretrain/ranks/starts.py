@@ -36,7 +36,8 @@ from pretrain.ranks.preemption import Interrupted, StopFlag
 
 _LOOK_S = 0.5
 _LEFTOVER_S = 3600.0
-"""Age in seconds of a leftover in RUN/tracking: a delivery may work without the run's lock."""
+"""Age in seconds from which a file in RUN/tracking is a leftover. A delivery may write younger
+files without the run's lock."""
 _LIVE_STATES = {
     *("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 }
@@ -58,7 +59,7 @@ def check_owner() -> None:
 
 
 def is_at_work(run_dir: Path) -> bool:
-    """Return True if an attempt of the run is alive."""
+    """Return True if a process holds the run's lock and is alive."""
     return is_held(_newest_lock(run_dir))[0]
 
 
@@ -111,7 +112,7 @@ def _lock_newest(
             lock.with_name(f"{int(lock.name) + 1:04}").mkdir(exist_ok=True)
         else:
             problem = f"attempt {int(lock.name)} holds the run ({holder or 'unknown'})"
-            raise Busy(str(run_dir), problem, "wait for it, or end it", code="busy")
+            raise Busy(str(run_dir), problem, "wait for its end, or end it", code="busy")
 
 
 def _newest_lock(run_dir: Path) -> Path:

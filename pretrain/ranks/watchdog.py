@@ -50,11 +50,11 @@ from pretrain.ranks.starts import has_lost_run
 from pretrain.ranks.world import Peer, World
 
 FAILED_GRACE_S = 1.0
-"""Seconds for ranks with the same error to print their own message."""
+"""Seconds in which ranks with the same error can print their own message."""
 STUCK_WAIT_S = 30.0
 """Longest wait for data, in seconds, after the run was told to stop."""
 BLAME_S = 3.0
-"""Seconds that a failed collective waits for the news of a lost rank."""
+"""Seconds that a failed collective waits for news of a lost rank."""
 ARMED_FRACTION = 0.75
 """Fraction of `heartbeat_timeout_s` after which faulthandler writes the stacks."""
 WRITE_S = 10.0
@@ -99,7 +99,8 @@ class Wire:
             self.is_open = False
 
     def receive(self) -> Iterator[Message]:
-        """Yield all complete messages; ValueError for other bytes. Clears `is_open` at the end."""
+        """Yield all complete messages. Raise ValueError for other bytes. Clear `is_open` at the end
+        of the connection."""
         while True:
             try:
                 data = self.socket.recv(LONGEST_LINE)
@@ -125,8 +126,8 @@ def encoded(message: Message) -> bytes:
 
 
 def listen(address: str, *, is_one_node: bool) -> socket.socket:
-    """Listen on the interface of the address. Listen on all interfaces if other nodes resolve the
-    address differently, or nothing does."""
+    """Listen on the interface of the address. If other nodes resolve the address differently or not
+    at all, listen on all interfaces."""
     with suppress(OSError):
         family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         if is_one_node or not str(place[0]).startswith(("127.", "::1")):
@@ -148,11 +149,11 @@ class Watchdog:
         self._wires: dict[int, Wire] = {}
         self._standings = Standings()
         self._stacks: Path | None = None
-        """The file of this rank's stacks, after `watch`."""
+        """File for this rank's stacks; None before `watch`."""
         self._stacks_file, self._armed_s = -1, 0.0
         self._looked_s = time.monotonic()
         self._lock = threading.RLock()
-        """Lock of the connections, because the main thread says goodbye itself."""
+        """Lock of the connections, because the main thread sends the goodbye itself."""
         self._is_ending, self._has_verdict = False, threading.Event()
         self._thread: threading.Thread | None = None
         self._woken, self._waker = os.pipe()
@@ -211,7 +212,7 @@ class Watchdog:
             self._begin()
 
     def stop(self) -> None:
-        """Say goodbye: this rank may now end without an alarm."""
+        """Say goodbye, so that this rank can end without an alarm."""
         self._leave({"bye": True})
 
     def blame(self, error: BaseException) -> None:

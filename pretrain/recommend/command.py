@@ -41,7 +41,8 @@ from pretrain.recommend import recipe
 from pretrain.recommend.look import Data, Machine, Pictures
 
 MAX_REJECT_FRACTION = 0.1
-"""Limit of rejected images. The build's own limit is for archives of known content."""
+"""Largest fraction of rejected images. The limit of `data_prep build` is for archives of known
+content."""
 TIMED_SAMPLES = 2048
 
 
@@ -75,7 +76,7 @@ def recommend(options: argparse.Namespace) -> int:
             if code == 1 and (directory / MANIFEST_NAME).exists():
                 without = f"pretrain recommend {shlex.quote(str(directory))}"
                 fix = f"fix the error above, or continue without the rejected images: {without}"
-            print(f"pretrain: {place}: is not a dataset yet; {fix}", file=sys.stderr)
+            print(f"pretrain: {place}: the build failed; {fix}", file=sys.stderr)
             return code
     return _write_config(options, Data.of(directory), name=name, card=card)
 
@@ -113,7 +114,7 @@ def _write_config(
     facts = [f"command   {shlex.join(command)}", f"hardware  {machine}"]
     if not options.no_timing:
         facts.append(f"expected  {_timed(command, values, data)}")
-    head = f"{data.manifest.name}: written by pretrain recommend. You can change every line."
+    head = f"{name}: written by pretrain recommend. You can change every line."
     lines = [f"# {line}\n" for line in (head, *facts, "result    not yet run")]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, ("".join(lines) + config).encode())
@@ -132,7 +133,7 @@ def _build(options: argparse.Namespace, out: Path, *, card: ModelCard | None) ->
         if code := _run(["data_prep", "fetch", str(place)]):
             return code
         settings = CATALOG[str(place)].build_settings() | {"source.labels": options.labels}
-        what, size, reason = "its images", settings["image_size"], "as published, or nearly"
+        what, size, reason = "images", settings["image_size"], "its usual size"
     else:
         pictures = _pictures_in(place, options.labels)
         what, (size, reason) = f"{pictures.num_pictures:,} images", recipe.image_size(pictures)
@@ -174,7 +175,7 @@ def _pictures_in(place: Path, labels: str | None) -> Pictures:
 
 
 def _timed(command: list[str], values: dict[str, Any], data: Data) -> str:
-    """Time some steps; return the expected throughput, memory and length of the run."""
+    """Time some steps. Return the expected throughput, memory and duration of the run."""
     batch, verb = values["batch"], "train" if command[1] == "train" else "tune"
     steps = max(4, min(20, TIMED_SAMPLES // batch) // 2 * 2)
     print(f"timing {steps} steps of {batch} images; loading torch takes some seconds", flush=True)
@@ -205,7 +206,7 @@ def _timed(command: list[str], values: dict[str, Any], data: Data) -> str:
         passes, num_evaluations, what = 1, 1, "the features and their heads"
     load, cores = os.getloadavg()[0], num_cores()
     how = f"{steps // 2} steps {'of a tuning ' * (verb != command[1])}timed on this machine"
-    how += f" (busy with others: load {load:.0f} on {cores} cores)" if load > 2 * cores else ""
+    how += f" (busy: load {load:.0f} on {cores} cores)" if load > 2 * cores else ""
     num_images = passes * data.num_train + num_evaluations * data.num_judged / 3
     length = in_words(num_images / per_s)
     return f"{per_s:,.0f} images/s and {peak_gb:.1f} GB in {how}: about {length} for {what}"

@@ -38,7 +38,7 @@ class Pictures:
             with suppress(Rejection):
                 sizes.append(size_of(each.read()))
         if not sizes:
-            fix = "Choose another folder"
+            fix = "Choose another folder, or a name such as cifar10"
             if any(folder.glob("*.tar")):
                 shards = shlex.quote(f"{folder}/*.tar")
                 fix = f"Index its shards first: data_prep index --train {shards} --out data/NAME"
@@ -62,13 +62,13 @@ class Data:
     def of(cls, directory: Path | str) -> "Data":
         manifest = load_manifest(local_copy(directory, storage=None))
         train = "train" if "train" in manifest.splits else next(iter(manifest.splits))
-        manifest.labelled_split(train, directory=directory)
+        manifest.labeled_split(train, directory=directory)
         whole = [name for name in ("val", "test") if name != train and name in manifest.splits]
         return cls(
             directory,
             manifest,
             train,
-            next((name for name in whole if not manifest.splits[name].num_unlabelled), None),
+            next((name for name in whole if not manifest.splits[name].num_unlabeled), None),
         )
 
     @property

@@ -84,7 +84,7 @@ def pretraining(data: Data, machine: Machine, *, name: str) -> dict[str, Any]:
 
 
 def tuning(data: Data, *, name: str, pretrained: str, card: ModelCard) -> dict[str, Any]:
-    """Return the values of a tuning or a probe."""
+    """Return the values for the config of a tuning or a probe."""
     epochs, about = 30 if data.num_train < FEW else 15, f"{card.model.label}"
     found = _common(data, name=name, epochs=epochs, warmup=epochs / 15, most=1024)
     return found | {

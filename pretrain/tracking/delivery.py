@@ -51,9 +51,9 @@ POLL_S = 1.0
 _RETRY_S = 4.0
 """Pause before a failed run is tried again."""
 _TURN_S = 10.0
-"""Length of a turn if the queue has runs that this process cannot see."""
+"""Seconds of holding the lock if the queue has runs that this process cannot see."""
 _SYNC_LIMIT_S = 180.0
-"""Limit of `sync` if another process has the turn and no event of the run arrives."""
+"""Seconds that `sync` waits while another process has the lock and no event of the run arrives."""
 _BATCH_EVENTS = 200
 _FILES = ("artifact", "image", "version")
 _TAIL_BYTES = 4096
@@ -71,7 +71,7 @@ class Position:
     tail_sha256: str = ""
     """Hash of the last of these bytes."""
     owed: list[dict[str, Any]] = field(default_factory=list)
-    """Events whose files have not arrived."""
+    """Events whose files have not been sent."""
     has_ended: bool = False
     """True if the delivered bytes contain the end of the run."""
     status: str = ""
@@ -95,7 +95,7 @@ class Position:
 
 
 class Delivery:
-    """Delivery of the event log of one run, from the last delivered position."""
+    """Delivery of one run's event log, from the last delivered position on."""
 
     def __init__(self, run_dir: Path, store: "Store"):
         self.run_dir, self.store = run_dir, store
@@ -124,8 +124,8 @@ class Delivery:
             self._save()
 
     def _check_position(self, journal: IO[bytes]) -> None:
-        """Start at the beginning if the database has lost the run, or the disk has lost delivered
-        bytes."""
+        """Start again at the beginning of the log if the database has lost the run, or the disk has
+        lost delivered bytes."""
         if self._is_checked:
             return
         known = self.position
@@ -191,7 +191,7 @@ def _tail_hash(journal: IO[bytes], offset: int) -> str:
 
 
 class Deliveries:
-    """The deliveries of all runs in a queue, while this process has the turn."""
+    """Deliveries of all runs in a queue, while this process has the lock."""
 
     def __init__(self, queue: Queue, opener: Callable[[], "Store"]):
         self._queue, self._opener = queue, opener
@@ -200,17 +200,17 @@ class Deliveries:
         self._turn_end_s = 0.0
         self._deliveries = dict[str, Delivery]()
         self._faults = dict[str, tuple[str, float]]()
-        """The last fault of a run, and its time."""
+        """Last error of each run, and its time."""
 
     def close(self) -> None:
-        """Give up the turn. Another process may then deliver the runs."""
+        """Release the lock. Another process may then deliver the runs."""
         self._deliveries.clear()
         if self._turn is not None:
             self._turn.close()
             self._turn = None
 
     def deliver(self) -> None:
-        """Deliver the new events of all runs, unless another process has the turn. Faults go to the
+        """Deliver the new events of all runs, unless another process has the lock. Errors go to the
         run's log; a failed run is tried again after a pause."""
         if self._turn is None:
             with suppress(Busy), ExitStack() as stack:
@@ -256,8 +256,8 @@ def _log(run_dir: Path) -> Path:
 def deliver_while_training(
     run_dir: Path, pipe: IO[bytes], *, close_timeout_s: float, sinks: Sequence[str] = ()
 ) -> int:
-    """Run a deliverer until the trainer has closed the pipe and the run is delivered (0), or
-    until time is up (1)."""
+    """Deliver until the trainer has closed the pipe and the run is delivered (return 0), or until
+    time is up (return 1)."""
     identity = RunIdentity.read(run_dir)
     queue = Queue(identity.uri, run_dir)
     others: Sinks | None = None
@@ -295,8 +295,11 @@ def open_store(uri: str) -> "Store":
 
 
 def sync(run_dir: Path) -> int:
-    """Deliver the remaining events; return the number of delivered bytes of the event log. Raise
-    UserError if another process has the turn and delivers nothing of this run for some minutes."""
+    """Deliver the remaining events; return the number of delivered bytes of the event log.
+
+    Raise UserError if another process has the lock and delivers nothing of this run for some
+    minutes.
+    """
     identity, before = RunIdentity.read(run_dir), Position.read(run_dir).offset
     queue = Queue(identity.uri, run_dir)
     queue.add(identity.run_key, run_dir)
@@ -356,8 +359,8 @@ def write_sinks(run_dir: Path, *names: str) -> int:
 
 
 def _main() -> int:
-    """Run with these arguments: the run directory, the time limit after the trainer's end, the
-    sinks."""
+    """Deliver a run. The arguments are the run directory, the time limit after the trainer's end,
+    and the sinks."""
     os.nice(10)  # training comes first
     for number in SIGNALS:  # SLURM signals every process of a step; the pipe ends this process
         signal.signal(number, signal.SIG_IGN)
@@ -376,7 +379,7 @@ def _main() -> int:
             run_dir, sys.stdin.buffer, close_timeout_s=float(sys.argv[2]), sinks=sinks
         )
     except (OSError, UserError) as error:
-        print(f"{time.strftime('%F %T')} {error}; this deliverer has ended", file=sys.stderr)
+        print(f"{time.strftime('%F %T')} {error}. This delivery process has ended", file=sys.stderr)
         return 1
 
 

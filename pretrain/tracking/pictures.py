@@ -16,8 +16,8 @@ from PIL import Image
 from torch import Tensor
 
 from data_prep.images.lettering import Letters
-from data_prep.images.sheet import INK, PAPER, QUIET, LabelledPicture, draw_sheet, shortened
-from pretrain.augment.augmentation import Normalisation, Prepared
+from data_prep.images.sheet import INK, PAPER, QUIET, LabeledPicture, draw_sheet, shortened
+from pretrain.augment.augmentation import Normalization, Prepared
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec
 
 Color = Literal["max", "furthest"]
@@ -25,7 +25,7 @@ COLORS: dict[Color, str] = {
     "max": "the maximum over a pixel's colors",
     "furthest": "a pixel's color furthest from 0",
 }
-"""Rules that choose the drawn weight of a pixel."""
+"""Rules that choose one of a pixel's three color weights for drawing."""
 FIRST_LAYER = "stem.weight"
 PANEL, MARGIN, HEAD = 144, 6, 66
 _RED_TO_BLUE = np.array(
@@ -44,9 +44,9 @@ def filter_side(spec: AnySpec, *, image_size: int) -> int | None:
 def filters_of(weight_NF: Tensor, *, side: int, color: Color = "furthest") -> NDArray[np.float32]:
     """Return (N, side, side): one weight for each pixel. The models flatten colors before rows and
     columns."""
-    colours_N3HW = weight_NF.float().cpu().view(-1, 3, side, side)
-    by_N3HW = colours_N3HW.abs() if color == "furthest" else colours_N3HW
-    filters: NDArray[np.float32] = colours_N3HW.take_along_dim(
+    colors_N3HW = weight_NF.float().cpu().view(-1, 3, side, side)
+    by_N3HW = colors_N3HW.abs() if color == "furthest" else colors_N3HW
+    filters: NDArray[np.float32] = colors_N3HW.take_along_dim(
         by_N3HW.argmax(dim=1, keepdim=True), dim=1
     )[:, 0].numpy()
     return filters
@@ -78,7 +78,7 @@ def draw_filters(
     large.draw(
         sheet, (MARGIN, MARGIN), shortened(title, large, width=sheet.width - 2 * MARGIN), INK
     )
-    small, bar = Letters(13), _coloured(np.tile(np.linspace(-1, 1, 120), (12, 1)))
+    small, bar = Letters(13), _colored(np.tile(np.linspace(-1, 1, 120), (12, 1)))
     sheet.paste(bar, (MARGIN, MARGIN + 36))
     facts = f"{-scale:.2g} to {scale:.2g}, {COLORS[color]}; noise: hardly trained; one color: flat"
     small.draw(sheet, (MARGIN + bar.width + 8, MARGIN + 33), facts, QUIET)
@@ -90,12 +90,12 @@ def draw_filters(
             QUIET, (place[0] - 1, place[1] - 1, place[0] + inside + 1, place[1] + inside + 1)
         )  # an edge for white panels
         sheet.paste(
-            _coloured(values / scale).resize((inside, inside), Image.Resampling.NEAREST), place
+            _colored(values / scale).resize((inside, inside), Image.Resampling.NEAREST), place
         )
     return sheet
 
 
-def _coloured(shares: NDArray[np.floating[Any]]) -> Image.Image:
+def _colored(shares: NDArray[np.floating[Any]]) -> Image.Image:
     places = np.linspace(-1, 1, len(_RED_TO_BLUE))
     channels = [np.interp(shares, places, _RED_TO_BLUE[:, channel]) for channel in range(3)]
     return Image.fromarray(np.stack(channels, axis=-1).round().astype(np.uint8))
@@ -104,13 +104,13 @@ def _coloured(shares: NDArray[np.floating[Any]]) -> Image.Image:
 def fed_sheet(
     prepared: Prepared,
     *,
-    normalisation: Normalisation,
+    normalization: Normalization,
     classes: Sequence[str],
     title: str,
     facts: str,
 ) -> Image.Image:
     """Draw the input of the model, without normalization, with its labels."""
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in normalisation)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in normalization)
     levels = (
         ((prepared.images_BCHW.float() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
     )
@@ -119,7 +119,7 @@ def fed_sheet(
         for picture in levels
     ]
     cells = [
-        LabelledPicture(picture, label)
+        LabeledPicture(picture, label)
         for picture, label in zip(pictures, labels_of(prepared, classes), strict=True)
     ]
     return draw_sheet(cells, title=title, facts=facts)

@@ -101,7 +101,7 @@ KNOWN = ("cifar", "stl10", "tinyimagenet", "mnist", "imagenet1k", "imagenet21k")
 def target_of(manifest: Manifest) -> str:
     """Return the dataset's common name (cifar10, stl10, imagenet1k), or its own name."""
     kind = manifest.source.get("kind")
-    if kind not in KNOWN:
+    if kind not in KNOWN or manifest.source.get("variant", kind) != kind:  # Fashion-MNIST
         return manifest.name
     return f"{kind}{len(manifest.classes)}" if kind == "cifar" else str(kind)
 

@@ -45,7 +45,7 @@ _MAY_PASS = (
     "REQUEST_LIMIT_EXCEEDED",
     "PERMISSION_DENIED",
 )
-"""Errors of a server that fails or cannot be reached: the event is sent again later."""
+"""Errors of a server that fails or cannot be reached. The event is sent again later."""
 for _name in ("mlflow", "alembic"):
     logging.getLogger(_name).setLevel(logging.CRITICAL)  # errors are raised as well
 _LONGEST_FAULT = 300
@@ -57,7 +57,7 @@ _COLUMNS = (
 )
 """Columns of the page of runs."""
 _VIEW = "accuracies"
-"""Name under which MLflow's page keeps these columns."""
+"""Name under which MLflow stores these columns."""
 _METRICS_AT_ONCE, _PARAMS_AT_ONCE = 1000, 100
 
 
@@ -121,8 +121,8 @@ class Store:
         return run_id
 
     def adopt(self, run_id: str, identity: RunIdentity) -> None:
-        """Put a run under its parent, if the parent is in the experiment. A parent may arrive after
-        its child."""
+        """Move a run below its parent, if the parent is in the experiment. A parent may arrive
+        after its child."""
         if identity.parent_key:
             experiment_id = self._client.get_run(run_id).info.experiment_id
             parents = self._runs(RUN_KEY_TAG, identity.parent_key, experiment_id)
@@ -308,6 +308,6 @@ def runs_page(address: str) -> str:
 
 
 def _described(tags: Mapping[str, str]) -> str:
-    """Return Markdown with the weights of a version and its results."""
+    """Return a Markdown description of a version's weights and results."""
     results = "".join(f"| {tag} | {value} |\n" for tag, value in sorted(tags.items()) if "/" in tag)
     return f"{tags.get('model', '')}: `{tags['checkpoint']}`\n\n| result | |\n|---|---|\n{results}"

@@ -53,9 +53,9 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 IDENTITY = Path("tracking") / "identity.json"
 JOURNAL = Path("tracking") / "journal.jsonl"
 RESTART_S = 60.0
-"""Pause before a deliverer that has died is started again."""
+"""Seconds before a failed delivery process is restarted."""
 STUCK_S = 10.0
-"""Seconds that a deliverer may exceed its own time limit before it is ended."""
+"""Seconds by which a delivery process may exceed its own time limit before it is killed."""
 DRAWING_S = 10.0
 """Limit in seconds for the last images and the last lines at the end of a run."""
 SYNC_S = 10.0
@@ -82,7 +82,7 @@ class RunIdentity(Settings):
         parent_key: str | None = None,
         parent_dir: Path | None = None,
     ) -> "RunIdentity":
-        """Return the identity of a run, and create a missing one. The parent is the run in
+        """Return the identity of a run, and create it if it is missing. The parent is the run in
         `parent_dir`, otherwise the run with `parent_key`. A child uses its parent's database by
         default."""
         known = RunIdentity.known(run_dir)
@@ -157,7 +157,7 @@ class Tracker:
                 self._append({"event": "metrics", "step": step, "values": fresh})
 
     def system(self, values: dict[str, float], *, node: str | None = None) -> None:
-        """Log the metrics of a node under MLflow's names. The step is their number."""
+        """Log the metrics of a node under MLflow's names, with a counter as the step."""
         prefix = f"system/{node}/" if node else "system/"
         named = {prefix + name: value for name, value in values.items()}
         with self._lock:
@@ -225,7 +225,7 @@ class Tracker:
             journal.sync(timeout_s=SYNC_S)
 
     def close(self, status: Status) -> None:
-        """Log the end of the run, and give delivery some time to finish."""
+        """Log the end of the run, and wait some time for the delivery."""
         self._closing.set()
         for thread in self._threads:
             thread.join(DRAWING_S)
@@ -236,13 +236,13 @@ class Tracker:
             return
         if not journal.close(timeout_s=DRAWING_S):
             print(
-                f"tracking: {journal.path} could not take its last lines; they are lost",
+                f"tracking: {journal.path}: the last lines could not be written and are lost",
                 file=sys.stderr,
             )
         if self._deliverer is not None and (end := self._deliverer.close()) != "":
             print(
-                f"tracking: MLflow has not received everything yet (the deliverer ended with {end};"
-                f" see {self._deliverer.log}); later: pretrain sync {self.run_dir}",
+                f"tracking: MLflow has not received all events (the delivery ended with {end}; see"
+                f" {self._deliverer.log}). Send them later: pretrain sync {self.run_dir}",
                 file=sys.stderr,
             )
 
@@ -266,8 +266,8 @@ class Tracker:
 
 
 class _Deliverer(threading.Thread):
-    """The process that delivers, and the thread that restarts it after a crash. Training does not
-    wait for the disk that stores the program."""
+    """The delivery process, and the thread that restarts it after a crash. Training does not wait
+    for the disk with the program."""
 
     def __init__(self, run_dir: Path, close_timeout_s: float, sinks: Sequence[str]):
         super().__init__(name="tracking", daemon=True)
@@ -315,8 +315,9 @@ class _Deliverer(threading.Thread):
             if not has_warned and self.process is not None and self.process.returncode != 0:
                 has_warned = True
                 print(
-                    f"tracking: the deliverer has ended ({describe(self.process.returncode)}; see"
-                    f" {self.log}) and is started again, at most once a minute",
+                    "tracking: the process that sends metrics to MLflow failed"
+                    f" ({describe(self.process.returncode)}; see {self.log}). It is restarted at"
+                    " most once a minute, and no metric is lost",
                     file=sys.stderr,
                 )
             if self._closing.wait(RESTART_S):
@@ -354,7 +355,7 @@ class Journal:
             self._changed.notify_all()
 
     def sync(self, *, timeout_s: float) -> None:
-        """Write all lines to disk, unless the disk refuses them or needs longer."""
+        """Write all lines to disk, unless the disk fails or needs longer."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting, timeout_s)
         with suppress(OSError):
@@ -393,7 +394,9 @@ class Journal:
                 self._changed.notify_all()
             if has_warned and num_written == len(lines):
                 has_warned = False
-                print(f"tracking: {self.path} is written again, nothing was lost", file=sys.stderr)
+                print(
+                    f"tracking: {self.path} can be written again; nothing was lost", file=sys.stderr
+                )
         os.close(self._descriptor)
 
 
@@ -409,5 +412,5 @@ def readable_events(lines: list[bytes]) -> list[dict[str, Any]]:
 
 
 def image_name(key: str) -> str:
-    """Return the name of an image among the last steps, which also has metrics."""
+    """Return the name of an image in `last_steps`, which also holds metrics."""
     return f"image:{key}"

@@ -21,7 +21,7 @@ from pretrain.models.mixer import MixerBlock
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec
 from tests.conftest import Capture, Patch
 from tests.errors import fails, printed_errors
-from tests.finetune.tiny import CPU, normalised, spoil, write_folder
+from tests.finetune.tiny import CPU, normalized, spoil, write_folder
 
 MIXER = MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=2, expansion=2)
 SPARSE = SparseMlpSpec(
@@ -205,7 +205,7 @@ def test_the_command_averages_over_batches_before_the_ratio(
     order = torch.from_numpy(np.random.default_rng(0).permutation(72))
     features = {}
     for name, place in places.items():
-        images, _ = normalised(tmp_path / name, shapes)
+        images, _ = normalized(tmp_path / name, shapes)
         subject = opened(Path(place), shapes)
         batches = (images[ids].double() for ids in order.split(18))
         features[name] = [subject.run(batch, torch.clone)[1] for batch in batches]

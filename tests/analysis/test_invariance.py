@@ -17,7 +17,7 @@ from pretrain.models.spec import MixerSpec
 from tests.analysis.test_features import opened, plain_cka
 from tests.conftest import Capture, Patch
 from tests.errors import printed_errors
-from tests.finetune.tiny import judge, model_of, normalised, write_folder
+from tests.finetune.tiny import judge, model_of, normalized, write_folder
 
 MIXER = MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=1, expansion=2)
 
@@ -56,7 +56,7 @@ def test_measures_are_those_of_a_plain_computation(
     assert main(["invariance", str(place), str(permuted), str(shapes), *words, str(out)]) == 0
     assert "shift by 8 px" in capsys.readouterr().out
     rows = pd.read_parquet(f"{out}.parquet")
-    images, labels = normalised(place, shapes)
+    images, labels = normalized(place, shapes)
     batches = torch.from_numpy(np.random.default_rng(0).permutation(72)).split(24)
     for run in (place, permuted):
         model, own = model_of(run), rows[rows.run == str(run)]

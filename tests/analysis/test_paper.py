@@ -11,18 +11,17 @@ from typing import get_args
 import pytest
 from PIL import Image
 
-from analysis.cli import _add_verbs, main
+from analysis.cli import main
 from analysis.output import Result, remove_figures, write
 from analysis.papers.experiments import EXPERIMENTS, Paper
 from analysis.results import as_frame, read_results
 from cluster.plan_file import load_plan
-from data_prep.explain import program
 from pretrain.models.cost import cost_of
 from pretrain.models.presets import PRESETS, spec_of
 from tests.conftest import Capture, Patch
 from tests.papers_page import PLANS
 from tests.ranks import REPOSITORY
-from tests.settings_page import ADD_VERBS
+from tests.settings_page import PARSERS
 
 ALL = [each for paper in EXPERIMENTS.values() for each in paper]
 
@@ -43,8 +42,7 @@ def test_the_model_listing_has_the_printed_parameters() -> None:
     (figure_5,) = (each for each in EXPERIMENTS["scaling-mlps"] if each.name == "Fig. 5")
     program_name, verb, *words = shlex.split(figure_5.command)
     assert (program_name, verb) == ("pretrain", "models")
-    parser = program("pretrain", description="", add_verbs=ADD_VERBS["pretrain"])
-    options = parser.parse_args([verb, *words])
+    options = PARSERS["pretrain"]().parse_args([verb, *words])
     millions = [
         cost_of(spec_of(name), num_classes=options.classes, image_size=64).num_parameters // 10**6
         for name in PRESETS
@@ -55,7 +53,7 @@ def test_the_model_listing_has_the_printed_parameters() -> None:
 
 
 def test_each_verb_is_there() -> None:
-    parser = program("analysis", description="", add_verbs=_add_verbs)
+    parser = PARSERS["analysis"]()
     for each in ALL:
         if each.verb:
             assert callable(parser.parse_args(each.verb.split()).run)

@@ -28,7 +28,7 @@ def numbers_below(heading: str) -> list[list[float]]:
 
 @pytest.mark.slow
 def test_the_table_of_the_largest_singular_value() -> None:
-    rows = numbers_below("The Mixer paper: the largest singular value of a SW-MLP")
+    rows = numbers_below("The Mixer paper: the largest singular value of an SW-MLP")
     assert len(rows) == 3
     for gamma, m, p, *shown in rows:
         shape = (int(gamma * m), int(m))

@@ -181,7 +181,7 @@ def found_in(folder: Path) -> dict[str, Run]:
 
 def test_runs_are_sorted_by_task_and_name(tmp_path: Path, write_run: WriteRun) -> None:
     evaluation = {"data": {"dataset": "data/animals", "split": "val"}, "pretrained": "runs/a"}
-    neighbors = {"data": {"dataset": "data/animals"}, "neighbours": [20]}
+    neighbors = {"data": {"dataset": "data/animals"}, "neighbors": [20]}
     for name, settings in {
         "d": TUNE | {"init": "scratch"},
         "c": TUNE,

@@ -19,7 +19,7 @@ from cluster.plan_file import Plan, load_plan
 from cluster.work import Work
 from data_prep.manifest import load_manifest
 from data_prep.publish import write_json
-from data_prep.settings import dump
+from data_prep.settings import dump, read_yaml
 from finetune.runs import read_run, runs_below
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.files import Snapshot, TrainerState, publish
@@ -198,6 +198,17 @@ def test_a_family_is_all_settings_but_sizes_and_lengths(plan: Plan, shapes: Path
     assert len({family(*each) for each in same}) == 1
     others = [("lr: 0.0003", "lr: 0.003"), ("expansion: 4", "expansion: 2"), ("seed: 4", "seed: 5")]
     assert len({family(*each) for each in others}) == 3
+
+
+def test_epochs_of_a_deleted_stream(plan: Plan, shapes: Path, capsys: Capture) -> None:
+    finish_all(plan, shapes)
+    path = Path("runs/seed-4/config.yaml")
+    tree = read_yaml(path)
+    stream = {"stream": True, "samples_per_epoch": 25, "dataset": "gone"}
+    tree["data"] |= stream | {"eval_dataset": str(shapes)}
+    path.write_text(json.dumps(tree))
+    last = rows_of_run(read_run(path.parent))[-1]
+    assert last["epochs"] == last["step"] * 2 and not capsys.readouterr().err
 
 
 def test_a_result_without_top1_is_an_error(plan: Plan, shapes: Path) -> None:

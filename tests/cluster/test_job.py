@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from cluster import job as jobs
+from cluster.attempts import give_up_reason, has_trained, read_attempts
 from cluster.job import Allocation, End, Job
 from cluster.slurm import slurm, state_of
-from cluster.starts import give_up_reason, has_trained, read_starts
 from tests.cluster.checkouts import run, stand_in
 
 # ---- the code that it runs
@@ -154,7 +154,7 @@ def test_code_that_could_not_be_kept_whole_is_not_run(root: Path) -> None:
     [
         "cluster/job",
         "cluster/slurm",
-        "cluster/starts",
+        "cluster/attempts",
         "data_prep/__init__",
         "data_prep/console",
         "data_prep/errors",
@@ -178,7 +178,7 @@ def test_the_supervisor_runs_on_a_nodes_own_python(name: str) -> None:
     } <= sys.stdlib_module_names
     ours = {each for each in imported if each.startswith(("cluster", "data_prep"))}
     known = {"data_prep", "data_prep.console", "data_prep.errors"}
-    assert ours <= known | {"cluster.slurm", "cluster.starts"}
+    assert ours <= known | {"cluster.slurm", "cluster.attempts"}
 
 
 # ---- what it asks of SLURM
@@ -267,7 +267,7 @@ def test_the_end_that_slurm_brings_to_a_requeued_start_spares_what_the_start_sti
     asked = Path("asked").read_text().splitlines()
     assert asked[-2:] == ["requeue 7", "update JobId=7 ExcNodeList=n2,m[1-2],n9"], done
     said = [line.partition(": ")[2] for line in done.stdout.splitlines() if line]
-    assert said == ["requeueing", "the next start avoids n2,m[1-2],n9"], done
+    assert said == ["requeueing", "the next attempt avoids n2,m[1-2],n9"], done
 
 
 @pytest.mark.parametrize(
@@ -298,10 +298,10 @@ def test_a_requeued_start_records_its_end_unless_the_next_has_begun(
         job.begin_start()
         job.at = replace(job.at, restarts=0)
     with pytest.raises(
-        End, match="SLURM has taken the job back; this was start 1, the next is start 2"
+        End, match="SLURM has requeued the job; this was attempt 1, the next is attempt 2"
     ):
         job.end_start("stopped")
-    assert [each["how"] for each in read_starts(Path("jobs/7/starts.jsonl"))] == (
+    assert [each["how"] for each in read_attempts(Path("jobs/7/attempts.jsonl"))] == (
         ["lost"] * 2 if has_next else ["stopped"]
     )
 
@@ -441,7 +441,7 @@ def test_the_rank_that_failed_first_is_shown_with_its_last_words(
         record = {"time": end_s, "rank": rank, "node": f"n{rank}", "code": code}
         (ends / str(rank)).write_text(json.dumps(record))
         log = Path(f"{job.directory}/rank-{rank:04}.log")
-        log.write_text(f"--- start 1: x\nof the start before\n--- start 2: x\n{words}\n")
+        log.write_text(f"--- attempt 1: x\nof the start before\n--- attempt 2: x\n{words}\n")
     job.show_first_failure(ends, f"{job.directory}/rank")
     said = capsys.readouterr().out
     assert "rank 1 on n1 failed first, with exit code 137 (out of memory?)" in said
@@ -485,10 +485,10 @@ def starts(text: str) -> list[dict[str, Any]]:
         # a start that ended before it knew the run's mark led nowhere, either
         (2 * "here failed 60," + "unknown lost 0,here failed 60", "failed 3 times"),
         (2 * "here failed 60," + "there failed 60", ""),
-        # another start's lock is no failure; for ever it does not go on, either
+        # another attempt's lock is no failure; for ever it does not go on, either
         (2 * "here failed 60," + 6 * "here busy 180,", ""),
-        (9 * "here busy 180,", "9 met another start that holds the run"),
-        ("here busy 180," + 8 * "here stopped 180,", "9 starts without a new checkpoint"),
+        (9 * "here busy 180,", "9 met another attempt that holds the run"),
+        ("here busy 180," + 8 * "here stopped 180,", "9 attempts without a new checkpoint"),
     ],
 )  # fmt: skip
 def test_when_a_job_gives_up(text: str, words: str) -> None:

@@ -347,7 +347,7 @@ ONE_GPU = "--oversubscribe --gpus-per-node=1 --cpus-per-task=8 --mem=75000M"
     ("stage", "options", "site", "booked"),
     [
         ("knn: {%s}", "", {}, ONE_GPU),
-        ("knn: {%s, grid: {neighbours: [1, 2]}, run_dir: 'runs/{neighbours}'}", "", {}, ONE_GPU),
+        ("knn: {%s, grid: {neighbors: [1, 2]}, run_dir: 'runs/{neighbors}'}", "", {}, ONE_GPU),
         ("knn: {%s, gpus: 2}", "", {}, TWO_GPUS),
         (
             "knn: {%s, gpus: 8}",

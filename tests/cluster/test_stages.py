@@ -20,7 +20,7 @@ PLAN = """
 finetune:
   config: configs/finetune/demo.yaml
   overrides: [run_dir=runs/tuned, pretrained=runs/base, 'seeds=[0, 1]', data.dataset={dataset}, train.duration=2 steps, {few}]
-knn: {{config: configs/knn/demo.yaml, for_each: finetune, overrides: [data.dataset={dataset}, neighbours=3, {silent}],
+knn: {{config: configs/knn/demo.yaml, for_each: finetune, overrides: [data.dataset={dataset}, neighbors=3, {silent}],
        run_dir: 'runs/knn-{{finetuned}}'}}
 evaluate: {{config: configs/evaluate/demo.yaml, for_each: finetune, overrides: [num_views=2, {silent}],
             run_dir: 'runs/views-{{finetuned}}'}}

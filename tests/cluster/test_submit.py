@@ -36,7 +36,7 @@ REFUSED = [
     (f"pretrian.slurm {MLP}", "cluster/pretrian.slurm", "missing-path"),
     (f"data_prep.slurm {CIFAR}", "source.path", "missing-path"),
     (f"knn.slurm {KNN} data.dataset=SHAPES", "pretrained", "missing-path"),
-    (f"knn.slurm {KNN} data.dataset=SHAPES pretrained=null neighbours=9999", "neighbours", "bad-value"),
+    (f"knn.slurm {KNN} data.dataset=SHAPES pretrained=null neighbors=9999", "neighbors", "bad-value"),
 ]  # fmt: skip
 
 

@@ -1,13 +1,14 @@
-"""docs/findings.md has the results of the committed tables and the sizes of the plans, and runs use
+"""docs/findings/ has the results of the committed tables and the sizes of the plans, and runs use
 the tuned rates."""
 
 import importlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pandas as pd
 import pytest
 import yaml
@@ -19,8 +20,9 @@ from pretrain.models.cost import cost_of, width_and_connections
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, StructuredMlpSpec
 from tests.ranks import REPOSITORY
 
+PAGES = REPOSITORY / "docs/findings"
 POINTS = REPOSITORY / "tests/analysis/points"
-AXES = {"width": ("shape", "mixing"), "locality": ("network", "pixels")}
+AXES = {"width": ("shape", "mixing"), "locality": ("network", "pixels"), "mlp": ("arm",)}
 FINAL_AXES = {"width": ("arm",)}
 Sizes = Callable[[AnySpec], tuple[int, int, int, int]]
 
@@ -31,10 +33,9 @@ def findings(benchmarks: None) -> ModuleType:
 
 
 def test_the_page_has_the_results_of_the_tables(findings: ModuleType) -> None:
-    page = (REPOSITORY / "docs/findings.md").read_text()
     for name, decide in findings.CLAIMS.items():
         results = pd.read_parquet(POINTS / f"findings_{name}.parquet")
-        assert "\n".join(decide(results)) in page
+        assert "\n".join(decide(results)) in (PAGES / f"{name}.md").read_text()
 
 
 @pytest.mark.parametrize("name", AXES)
@@ -42,9 +43,8 @@ def test_the_command_on_the_page_draws_the_table(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
-    (command,) = re.findall(
-        rf"`analysis (figure \S+findings_{name}.yaml .+?)`", Path("docs/findings.md").read_text()
-    )
+    page = (PAGES / f"{name}.md").read_text()
+    (command,) = re.findall(rf"`analysis (figure \S+findings_{name}.yaml .+?)`", page)
     assert analysis([*command.split(), "--out", str(tmp_path / "drawn")]) == 0
     assert (tmp_path / "drawn.png").stat().st_size > 10_000
 
@@ -111,6 +111,73 @@ def test_the_correction_counts_tested_comparisons_only(findings: ModuleType) -> 
     assert findings.decide([one, *others], set())[0]["0"] == {"undecided"}
 
 
+def made_up(rows: Mapping[tuple[str, str], Mapping[str, float]], *axes: str) -> pd.DataFrame:
+    """Return a results table with these columns for each arm, and noise for each of five seeds."""
+    template = pd.read_parquet(POINTS / "findings_width.parquet").iloc[0].to_dict()
+    noise = np.random.default_rng(0)
+    return pd.DataFrame(
+        {
+            **template,
+            **columns,
+            "labels": json.dumps(dict(zip(axes, arm, strict=True))),
+            "seed": str(seed),
+            **{name: columns[name] + noise.normal(0, 2e-4) for name in ("error", "train_loss")},
+        }
+        for arm, columns in rows.items()
+        for seed in range(5)
+    )
+
+
+@pytest.mark.parametrize(
+    ("gaps", "conclusion"),
+    [
+        ((2, 1.5, 1, 0.5, 0), "The claim holds"),
+        ((2, 2, 2, 2, 2), "still worse"),
+        ((-4, -2, 0, 1.5, 1.5), "still worse"),
+        ((-4, -3, -2, -1, -0.5), "grows with depth"),
+        ((0, 0, 0, 0, 0), "a deficit at limited depth is not shown"),
+        ((0.5, 0.4, 0.3, 0.4, 0.5), "a fall with depth is not shown"),
+    ],
+)
+def test_the_conclusion_about_depth(
+    findings: ModuleType, gaps: Sequence[float], conclusion: str
+) -> None:
+    rows = {
+        (mixing, f"blocks-{2**number}"): {
+            "error": 0.14 + gap / 100 * is_permuted,
+            "train_loss": 0.1,
+            "depth": 2.0**number,
+            "permuted_blocks": 2.0**number * is_permuted,
+        }
+        for mixing, is_permuted in (("normal", False), ("rp", True))
+        for number, gap in enumerate(gaps)
+    }
+    assert conclusion in findings.depth(made_up(rows, "mixing", "network"))[-1]
+
+
+@pytest.mark.parametrize(
+    ("default", "effects", "conclusion"),
+    [
+        ((0, 0, 0, 0.2, 0.4), (0, 0, 0, -0.1, -0.3), "causes a part"),
+        ((0, 0, 0, 0.2, 0.4), (-0.04, 0, 0, 0, -0.04), "not through sparsity"),
+        ((0, 0, 0, 0.2, 0.4), (0, 0, 0, 0, 0.01), "does not cause"),
+        ((0, 0, 0, 0, 0), (0, 0, 0, 0, -0.3), "No deterioration"),
+        ((0, 0, 0, 0.2, 0.4), (0, 0, 0, 0, 0.3), "harms training"),
+        ((0, 0, 0, 0.2, 0.4), (-0.2, 0, 0, 0, -0.3), "control fails"),
+    ],
+)
+def test_the_conclusion_about_the_gain(
+    findings: ModuleType, default: Sequence[float], effects: Sequence[float], conclusion: str
+) -> None:
+    widths = (256, 1_024, 4_096, 8_192, 16_384)
+    rows = {
+        (init, f"m{m}"): {"error": 0.14, "train_loss": 0.5 + loss + effect * is_scaled, "width": m}
+        for init, is_scaled in (("default", False), ("spectral", True))
+        for m, loss, effect in zip(widths, default, effects, strict=True)
+    }
+    assert conclusion in "\n".join(findings.gain(made_up(rows, "init", "width")))
+
+
 def sizes_by_macs(spec: AnySpec) -> tuple[int, int, int, int]:
     """Return the layers, the width, the MACs and the number of parameters of an MLP."""
     assert isinstance(spec, MlpSpec)
@@ -136,16 +203,16 @@ def sizes_by_omega(spec: AnySpec) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.parametrize(
-    ("plan", "axis", "title", "sizes_of"),
+    ("plan", "axis", "sizes_of"),
     [
-        ("locality", "network", "Width or locality", sizes_by_omega),
-        ("depth", "network", "Depth of RP-Mixers", sizes_by_omega),
-        ("sparse", "network", "Sparse MLPs and Mixers", sizes_by_omega),
-        ("mlp", "arm", "Inverted bottleneck, augmentation and batch size", sizes_by_macs),
+        ("locality", "network", sizes_by_omega),
+        ("depth", "network", sizes_by_omega),
+        ("sparse", "network", sizes_by_omega),
+        ("mlp", "arm", sizes_by_macs),
     ],
 )
 def test_the_page_has_the_sizes_of_the_networks(
-    plan: str, axis: str, title: str, sizes_of: Sizes, monkeypatch: pytest.MonkeyPatch
+    plan: str, axis: str, sizes_of: Sizes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     models = {
@@ -154,12 +221,8 @@ def test_the_page_has_the_sizes_of_the_networks(
         for work in stage.works
         if isinstance(work.settings, PretrainSettings)
     }
-    (section,) = re.findall(
-        rf"^## {title}$(.+?)(?:^## |\Z)",
-        Path("docs/findings.md").read_text(),
-        flags=re.MULTILINE | re.DOTALL,
-    )
-    rows = re.findall(r"^\| (`.+?) \|" + r" ([\d,]+) \|" * 4, section, flags=re.MULTILINE)
+    page = (PAGES / f"{plan}.md").read_text()
+    rows = re.findall(r"^\| (`.+?) \|" + r" ([\d,]+) \|" * 4, page, flags=re.MULTILINE)
     printed = {
         name: tuple(int(cell.replace(",", "")) for cell in cells)
         for names, *cells in rows
@@ -175,7 +238,7 @@ def test_the_page_has_the_parameters_of_every_width(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
-    page = Path("docs/findings.md").read_text()
+    page = (PAGES / f"{name}.md").read_text()
     for stage in load_checked(f"configs/plan/findings_{name}_rates.yaml").stages:
         for work in stage.works:
             assert isinstance(work.settings, PretrainSettings)

@@ -34,7 +34,7 @@ LOCK = ".lock"
 
 
 def picture(*, seed: int, width: int = 40, height: int = 30) -> Image.Image:
-    """Soft random colours: like a photograph, it survives JPEG and resizing."""
+    """Soft random colors: like a photograph, it survives JPEG and resizing."""
     knots = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
     return Image.fromarray(knots).resize((width, height), Image.Resampling.BICUBIC)
 

@@ -250,7 +250,7 @@ def test_every_input_is_written_or_has_one_line_of_reason_and_hash(tmp_path: Pat
         "really_png.JPEG": encoded(good, "PNG"),
         "cmyk.jpg": encoded(good.convert("CMYK")),
         "palette.png": encoded(good.convert("P"), "PNG"),
-        "grey16.png": encoded(Image.fromarray(np.full((30, 40), 40_000, np.uint16)), "PNG"),
+        "gray16.png": encoded(Image.fromarray(np.full((30, 40), 40_000, np.uint16)), "PNG"),
         "alpha.png": encoded(good.convert("RGBA"), "PNG"),
         "turned.jpg": encoded(good, exif=exif),
         "web.webp": webp(good),
@@ -375,10 +375,10 @@ def test_splits_share_one_class_list_and_a_class_whose_pictures_are_all_rejected
 def test_labels_are_the_sorted_class_order_and_raw_samples_stand_at_one_stride(
     tmp_path: Path,
 ) -> None:
-    colours = {"b": (255, 0, 0), "a": (0, 255, 0), "c10": (0, 0, 255), "c9": (255, 255, 0)}
+    colors = {"b": (255, 0, 0), "a": (0, 255, 0), "c10": (0, 0, 255), "c9": (255, 255, 0)}
     files = {
-        f"{name}/{number}.png": encoded(Image.new("RGB", (20, 20), colour), "PNG")
-        for name, colour in colours.items()
+        f"{name}/{number}.png": encoded(Image.new("RGB", (20, 20), color), "PNG")
+        for name, color in colors.items()
         for number in range(5)
     }
     out = tmp_path / "out"
@@ -393,7 +393,7 @@ def test_labels_are_the_sorted_class_order_and_raw_samples_stand_at_one_stride(
         assert content[offset : offset + 13] == b"P6\n16 16\n255\n"
         assert (
             content[offset + 13 : offset + length]
-            == bytes(colours[("a", "b", "c10", "c9")[label]]) * 256
+            == bytes(colors[("a", "b", "c10", "c9")[label]]) * 256
         )
     assert sorted(index[:, 2].tolist()) == [0] * 5 + [1] * 5 + [2] * 5 + [3] * 5
 

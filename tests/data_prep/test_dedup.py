@@ -13,8 +13,8 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 from sklearn.datasets import load_digits
 
 from data_prep.choose.dedup import compare
-from data_prep.choose.hashes import DTYPE, picture_hashes, same_colours
-from data_prep.choose.neighbours import near_pairs, plan
+from data_prep.choose.hashes import DTYPE, picture_hashes, same_colors
+from data_prep.choose.neighbors import near_pairs, plan
 from data_prep.cli import main
 from data_prep.manifest import load_manifest, load_paths
 from tests.data_prep.conftest import Refused
@@ -35,9 +35,9 @@ def textured(seed: int, *, size: int = 64) -> Image.Image:
     return Image.fromarray((pixels * 45 + 125).clip(0, 255).astype(np.uint8))
 
 
-def shape(colour: str, *, background: str = "white", size: int = 64) -> Image.Image:
+def shape(color: str, *, background: str = "white", size: int = 64) -> Image.Image:
     picture = Image.new("RGB", (size, size), background)
-    picture.paste(colour, (size // 5, size // 4, size // 2, size * 3 // 4))
+    picture.paste(color, (size // 5, size // 4, size // 2, size * 3 // 4))
     return picture
 
 
@@ -85,7 +85,7 @@ def test_a_changed_picture_is_found_again(photographs: list[Image.Image], change
     )
     near = np.bitwise_count(before["bits"] ^ after["bits"]) <= 6
     rows = np.arange(200)
-    same = same_colours(np.concatenate([before["colours"], after["colours"]]), rows, rows + 200)
+    same = same_colors(np.concatenate([before["colors"], after["colors"]]), rows, rows + 200)
     assert (near & same).mean() >= share
 
 
@@ -95,10 +95,10 @@ def test_different_pictures_are_not_alike(photographs: list[Image.Image]) -> Non
     assert (like == -1).all()
 
 
-def test_the_same_drawing_in_other_colours_is_another_picture() -> None:
+def test_the_same_drawing_in_other_colors_is_another_picture() -> None:
     pictures = [
-        shape(colour, background=paper)
-        for colour in ("red", "green", "blue")
+        shape(color, background=paper)
+        for color in ("red", "green", "blue")
         for paper in ("white", "black")
     ]
     hashes = picture_hashes(pictures)
@@ -106,8 +106,8 @@ def test_the_same_drawing_in_other_colours_is_another_picture() -> None:
     assert (compare(hashes, near=6, first=0)[0] == -1).all()
 
 
-def test_pictures_of_one_colour_are_alike_only_if_their_pixels_are() -> None:
-    pictures = [Image.new("RGB", (32, 32), colour) for colour in ("red", "#fe0000", "white", "red")]
+def test_pictures_of_one_color_are_alike_only_if_their_pixels_are() -> None:
+    pictures = [Image.new("RGB", (32, 32), color) for color in ("red", "#fe0000", "white", "red")]
     hashes = picture_hashes(pictures)
     assert hashes["plain"].all()
     assert compare(hashes, near=6, first=0)[0].tolist() == [-1, -1, -1, 0]
@@ -159,9 +159,9 @@ def test_a_hash_does_not_hang_on_the_pictures_beside_it() -> None:
 @pytest.mark.parametrize("near", [0, 1, 4, 6, 10])
 def test_the_search_finds_the_pairs_that_comparing_all_with_all_finds(near: int) -> None:
     numbers = np.random.default_rng(near)
-    centres = numbers.integers(0, 2**64, 60, dtype=np.uint64)
+    centers = numbers.integers(0, 2**64, 60, dtype=np.uint64)
     flips = numbers.integers(0, 64, (600, 5))
-    bits = centres[numbers.integers(0, 60, 600)]
+    bits = centers[numbers.integers(0, 60, 600)]
     for column in flips.T:
         bits ^= np.uint64(1) << column.astype(np.uint64)
     apart = [[bin(int(x) ^ int(y)).count("1") for y in bits] for x in bits]
@@ -202,7 +202,7 @@ def test_a_thousand_copies_of_one_picture_are_one_group() -> None:
     hashes = np.zeros(1000, DTYPE)
     hashes["pixels"][:, 0] = np.arange(1000)
     hashes["bits"] = 5
-    hashes["colours"] = picture_hashes([shape("red")])["colours"]
+    hashes["colors"] = picture_hashes([shape("red")])["colors"]
     like, distance = compare(hashes, near=4, first=0)
     assert like.tolist() == [-1, *[0] * 999]
     assert distance.tolist() == [-1, *[0] * 999]

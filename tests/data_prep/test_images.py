@@ -71,11 +71,11 @@ def test_metadata_is_dropped_from_what_is_written() -> None:
     assert b"holiday" not in convert(stored, spec(encoding="jpeg")).data
 
 
-# ---- colour
+# ---- color
 
 
 @pytest.mark.parametrize(
-    ("mode", "colour", "expected"),
+    ("mode", "color", "expected"),
     [
         ("RGBA", (0, 0, 0, 0), (255, 255, 255)),
         ("RGBA", (0, 0, 0, 255), (0, 0, 0)),
@@ -86,9 +86,9 @@ def test_metadata_is_dropped_from_what_is_written() -> None:
     ],
 )
 def test_other_modes_become_rgb_with_transparency_over_white(
-    mode: str, colour: int | tuple[int, ...], expected: tuple[int, int, int]
+    mode: str, color: int | tuple[int, ...], expected: tuple[int, int, int]
 ) -> None:
-    stored = encoded(Image.new(mode, (4, 3), colour), "PNG")
+    stored = encoded(Image.new(mode, (4, 3), color), "PNG")
     np.testing.assert_array_equal(pixels_of(stored), np.full((3, 4, 3), expected, np.uint8))
 
 
@@ -101,12 +101,12 @@ def bicubic_weights(
     """(size_out, size_in): Keys' cubic (a = -1/2), stretched by the ratio when it shrinks."""
     ratio = length / size_out
     stretch = max(ratio, 1.0)
-    centres = start + (np.arange(size_out) + 0.5) * ratio
-    x = np.abs((np.arange(size_in) + 0.5 - centres[:, None]) / stretch)
+    centers = start + (np.arange(size_out) + 0.5) * ratio
+    x = np.abs((np.arange(size_in) + 0.5 - centers[:, None]) / stretch)
     near, far = 1.5 * x**3 - 2.5 * x**2 + 1, -0.5 * x**3 + 2.5 * x**2 - 4 * x + 2
     weights = np.where(x < 1, near, np.where(x < 2, far, 0.0))
-    normalised: NDArray[np.float64] = weights / weights.sum(axis=1, keepdims=True)
-    return normalised
+    normalized: NDArray[np.float64] = weights / weights.sum(axis=1, keepdims=True)
+    return normalized
 
 
 @pytest.mark.parametrize(

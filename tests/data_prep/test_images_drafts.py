@@ -21,7 +21,7 @@ Pixels = NDArray[np.uint8]
 
 
 def like_a_photograph(seed: int, *, width: int, height: int) -> Pixels:
-    """Noise whose amplitude falls with frequency, a little faster in colour than in brightness, as
+    """Noise whose amplitude falls with frequency, a little faster in color than in brightness, as
     photographs' does."""
     generator = np.random.default_rng(seed)
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])

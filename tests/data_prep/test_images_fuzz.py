@@ -36,7 +36,7 @@ def seeds() -> dict[str, bytes]:
     return {
         "jpeg": encoded(image, quality=80),
         "jpeg progressive": encoded(image, progressive=True),
-        "jpeg grey": encoded(image.convert("L")),
+        "jpeg gray": encoded(image.convert("L")),
         "jpeg cmyk": encoded(image.convert("CMYK")),
         "jpeg exif": encoded(image, exif=exif),
         "mpo": encoded(frames[0], "MPO", save_all=True, append_images=frames[1:]),

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image, features
 
 from data_prep.images import Rejection, decode, decoding, size_of
-from data_prep.images.colour import to_rgb
+from data_prep.images.color import to_rgb
 from data_prep.images.decoding import PILLOW_DECODERS, check_tiles
 from tests.data_prep.samples import encoded, packed_tiff, picture, png_chunk, webp
 
@@ -42,10 +42,10 @@ def rejection_of(data: bytes) -> tuple[str, str]:
 
 
 def png(
-    width: int, height: int, rows: bytes, *, bits: int, colour_type: int, transparent: bytes = b""
+    width: int, height: int, rows: bytes, *, bits: int, color_type: int, transparent: bytes = b""
 ) -> bytes:
-    """Written by hand: Pillow writes neither 16-bit colour nor 2-bit grey."""
-    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, colour_type, 0, 0, 0))
+    """Written by hand: Pillow writes neither 16-bit color nor 2-bit gray."""
+    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, color_type, 0, 0, 0))
     extra = png_chunk(b"tRNS", transparent) if transparent else b""
     lines = b"".join(
         b"\0" + rows[at : at + len(rows) // height]
@@ -69,7 +69,7 @@ def tiff(
     size: tuple[int, int] = (2, 1),
     compression: int = 1,
 ) -> bytes:
-    """A little-endian TIFF of one grey strip."""
+    """A little-endian TIFF of one gray strip."""
     entries = [
         (256, 4, size[0]),
         (257, 4, size[1]),
@@ -200,7 +200,7 @@ def test_adobe_cmyk_is_not_taken_for_its_negative() -> None:
 
 def test_ycck_is_turned_back_into_ink() -> None:
     """Adobe's YCCK: Y, Cb, Cr of the inverted inks beside the inverted black. Pillow writes none,
-    so a CMYK one is relabelled."""
+    so a CMYK one is relabeled."""
     r, g, b = CMYK_INK[
         :3
     ]  # YCCK's "RGB" is the inverse of what an Adobe file stores, which is the inverse of the ink
@@ -223,9 +223,7 @@ def test_ycck_is_turned_back_into_ink() -> None:
 
 
 def test_of_several_pictures_the_first_is_taken() -> None:
-    first, second = (
-        Image.new("RGB", (16, 16), colour) for colour in ((250, 10, 10), (10, 10, 250))
-    )
+    first, second = (Image.new("RGB", (16, 16), color) for color in ((250, 10, 10), (10, 10, 250)))
     for kind in ("GIF", "PNG", "MPO"):
         data = encoded(first, kind, save_all=True, append_images=[second])
         with Image.open(io.BytesIO(data)) as opened:
@@ -242,45 +240,45 @@ def test_a_damaged_index_of_further_pictures_does_not_cost_the_first() -> None:
 
 # ---- PNG
 
-GREY, COLOUR = 0, 2
+GRAY, COLOR = 0, 2
 
 
 @pytest.mark.parametrize(
-    ("bits", "colour_type", "rows", "transparent", "expected"),
+    ("bits", "color_type", "rows", "transparent", "expected"),
     [
-        (16, GREY, b"\x12\x34\xff\xff", b"", [(0x12,) * 3, (255,) * 3]),
-        (16, GREY, b"\x12\x34\x12\x35", b"\x12\x34", [(255,) * 3, (0x12,) * 3]),
+        (16, GRAY, b"\x12\x34\xff\xff", b"", [(0x12,) * 3, (255,) * 3]),
+        (16, GRAY, b"\x12\x34\x12\x35", b"\x12\x34", [(255,) * 3, (0x12,) * 3]),
         (
             16,
-            COLOUR,
+            COLOR,
             b"\x12\x34\x56\x78\x9a\xbc" + b"\0\xff" * 3,
             b"",
             [(0x12, 0x56, 0x9A), (0, 0, 0)],
         ),
         (
             16,
-            COLOUR,
+            COLOR,
             b"\x12\x34\x56\x78\x9a\xbc" + b"\0\xff" * 3,
             b"\x12\x34\x56\x78\x9a\xbc",
             [(255,) * 3, (0, 0, 0)],
         ),
-        (8, COLOUR, b"\x0a\x14\x1e\xc8\0\0", b"\0\x0a\0\x14\0\x1e", [(255,) * 3, (200, 0, 0)]),
-        (8, GREY, b"\x07\x08", b"\0\x07", [(255,) * 3, (8,) * 3]),
-        (4, GREY, b"\x3c", b"", [(51,) * 3, (204,) * 3]),
-        (4, GREY, b"\x3c", b"\0\x03", [(255,) * 3, (204,) * 3]),
-        (2, GREY, b"\x60", b"\0\x01", [(255,) * 3, (170,) * 3]),
-        (1, GREY, b"\x40", b"", [(0,) * 3, (255,) * 3]),
-        (1, GREY, b"\x40", b"\0\x00", [(255,) * 3, (255,) * 3]),
+        (8, COLOR, b"\x0a\x14\x1e\xc8\0\0", b"\0\x0a\0\x14\0\x1e", [(255,) * 3, (200, 0, 0)]),
+        (8, GRAY, b"\x07\x08", b"\0\x07", [(255,) * 3, (8,) * 3]),
+        (4, GRAY, b"\x3c", b"", [(51,) * 3, (204,) * 3]),
+        (4, GRAY, b"\x3c", b"\0\x03", [(255,) * 3, (204,) * 3]),
+        (2, GRAY, b"\x60", b"\0\x01", [(255,) * 3, (170,) * 3]),
+        (1, GRAY, b"\x40", b"", [(0,) * 3, (255,) * 3]),
+        (1, GRAY, b"\x40", b"\0\x00", [(255,) * 3, (255,) * 3]),
     ],
 )
-def test_pngs_of_every_depth_with_and_without_a_transparent_colour(
+def test_pngs_of_every_depth_with_and_without_a_transparent_color(
     bits: int,
-    colour_type: int,
+    color_type: int,
     rows: bytes,
     transparent: bytes,
     expected: list[tuple[int, int, int]],
 ) -> None:
-    data = png(2, 1, rows, bits=bits, colour_type=colour_type, transparent=transparent)
+    data = png(2, 1, rows, bits=bits, color_type=color_type, transparent=transparent)
     np.testing.assert_array_equal(pixels_of(data), [expected])
 
 
@@ -313,7 +311,7 @@ def test_a_long_text_or_profile_does_not_cost_the_picture_nor_how_it_stands(
     name: bytes, body: bytes, behind: bool
 ) -> None:
     xmp = b'XML:com.adobe.xmp\0\0\0\0\0<rdf:Description tiff:Orientation="6"/>'
-    whole = png(2, 1, b"\x07\x08", bits=8, colour_type=GREY)
+    whole = png(2, 1, b"\x07\x08", bits=8, color_type=GRAY)
     at = len(whole) - 12 if behind else 33
     extra = png_chunk(name, body) + png_chunk(b"iTXt", xmp)
     np.testing.assert_array_equal(
@@ -324,7 +322,7 @@ def test_a_long_text_or_profile_does_not_cost_the_picture_nor_how_it_stands(
 
 def test_a_text_that_unpacks_to_much_takes_no_memory_for_it() -> None:
     chunk = png_chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(50 << 20)))
-    whole = png(2, 1, b"\x07\x08", bits=8, colour_type=GREY)
+    whole = png(2, 1, b"\x07\x08", bits=8, color_type=GRAY)
     tracemalloc.start()
     assert decode(whole[:33] + chunk + whole[33:])[0].size == (2, 1)
     assert tracemalloc.get_traced_memory()[1] < 8 << 20
@@ -348,7 +346,7 @@ def test_a_text_that_unpacks_to_much_takes_no_memory_for_it() -> None:
         (b"P2 2 1 65535\n4660 65535\n", (0x12, 255)),
     ],
 )
-def test_grey_of_more_than_8_bits_keeps_the_high_ones(
+def test_gray_of_more_than_8_bits_keeps_the_high_ones(
     data: bytes, expected: tuple[int, int]
 ) -> None:
     np.testing.assert_array_equal(pixels_of(data), [[(value,) * 3 for value in expected]])
@@ -408,8 +406,7 @@ def test_webps_are_read_lossless_and_lossy_over_white() -> None:
 def test_an_animated_webp_is_its_first_frame() -> None:
     animation = cv2.Animation()
     animation.frames = [
-        np.full((16, 12, 4), colour, np.uint8)
-        for colour in ((10, 20, 250, 255), (250, 10, 10, 255))
+        np.full((16, 12, 4), color, np.uint8) for color in ((10, 20, 250, 255), (250, 10, 10, 255))
     ]
     animation.durations = np.array([50, 50])
     done, data = cv2.imencodeanimation(".webp", animation, [cv2.IMWRITE_WEBP_QUALITY, 101])
@@ -558,11 +555,11 @@ def test_a_damaged_webp_avif_or_jpeg_xl_is_rejected(kind: str) -> None:
 def photographs() -> dict[str, Image.Image]:
     """One in each mode that TIFFs have and that is read."""
     image = picture(seed=1, width=41, height=31)
-    grey = np.asarray(image.convert("L")).astype(np.uint16) * 257
+    gray = np.asarray(image.convert("L")).astype(np.uint16) * 257
     layered = image.convert("RGBA")
     layered.putalpha(picture(seed=2, width=41, height=31).convert("L"))
     modes = {mode: image.convert(mode) for mode in ("1", "L", "P", "RGB", "CMYK", "YCbCr")}
-    return {**modes, "RGBA": layered, "LA": layered.convert("LA"), "I;16": Image.fromarray(grey)}
+    return {**modes, "RGBA": layered, "LA": layered.convert("LA"), "I;16": Image.fromarray(gray)}
 
 
 PACKERS = {"none": (1, bytes), "LZW": (5, imagecodecs.lzw_encode), "deflate": (8, zlib.compress)}
@@ -648,13 +645,13 @@ def test_a_compressed_tiff_has_the_pixels_that_pillow_finds(codec: str) -> None:
 
 
 def test_a_tiff_of_jpegs_is_read_whole_or_rejected() -> None:
-    grey = picture(seed=1, width=48, height=48).convert("L")
+    gray = picture(seed=1, width=48, height=48).convert("L")
     data = packed_tiff(
-        grey,
+        gray,
         lambda strip: encoded(Image.frombytes("L", (48, len(strip) // 48), strip), quality=95),
         7,
     )
-    assert np.abs(pixels_of(data)[..., 0] - np.asarray(grey).astype(int)).mean() < 2
+    assert np.abs(pixels_of(data)[..., 0] - np.asarray(gray).astype(int)).mean() < 2
     for cut in (1, 100, 300):
         assert rejection_of(data[:-cut])[0] == "truncated"
     inks = picture(seed=1, width=48, height=48).convert("CMYK")
@@ -674,7 +671,7 @@ def test_a_tiff_of_jpegs_is_read_whole_or_rejected() -> None:
     twice = (count + 1).to_bytes(2, "little") + wide + table + bytes(4)
     code, problem = rejection_of(data[:4] + longer + data[8:] + twice)
     assert code == "damaged" and "out.shape" in problem  # before anything is decoded
-    layered = packed_tiff(grey.convert("LA"), lambda strip: strip, 7)
+    layered = packed_tiff(gray.convert("LA"), lambda strip: strip, 7)
     assert rejection_of(layered) == (
         "unsupported",
         "a TIFF of JPEGs with 2 channels; convert it to JPEG or PNG",

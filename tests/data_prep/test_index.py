@@ -220,19 +220,15 @@ def test_headers_alone_give_the_same_index_and_near_statistics(tmp_path: Path) -
     np.testing.assert_allclose(one.channel_mean, two.channel_mean, atol=0.01)
 
 
-# ---- unlabelled
+# ---- unlabeled
 # -------------------------------------------------------------------------------------------------
 
 
-def test_an_unlabelled_split_is_refused_by_training_in_one_line(tmp_path: Path) -> None:
+def test_an_unlabeled_split_is_refused_by_training_in_one_line(tmp_path: Path) -> None:
     shard = write_stock(tmp_path / "s.tar", [{"__key__": "a", "jpg": encoded(picture(seed=1))}])
     out = tmp_path / "out"
     assert index(out, shard, "label=none") == 0
     manifest = load_manifest(out)
-    assert (manifest.splits["train"].num_unlabelled, manifest.classes, read(out)[1]) == (
-        1,
-        (),
-        [-1],
-    )
+    assert (manifest.splits["train"].num_unlabeled, manifest.classes, read(out)[1]) == (1, (), [-1])
     with pytest.raises(ValueError, match="1 of 1 samples of split 'train' have no label"):
         load_training_data(DataSettings(dataset=str(out), eval_split=None, image_size=16))

@@ -56,7 +56,7 @@ def test_every_bad_sample_has_its_line_and_no_pickle_is_opened(
         ("good.jpg", jpg), ("good.cls", b" 2\n"), ("good.pyd", pickle.dumps(Trap())), ("good.PTH", b"x"),
         ("two.jpg", jpg), ("two.PNG", encoded(picture(seed=2), "PNG")), ("two.cls", b"1"),
         ("same.jpg", jpg), ("same.cls", b"1"), ("same.cls", b"2"),
-        ("unlabelled.jpg", jpg),
+        ("unlabeled.jpg", jpg),
         ("blind.cls", b"1"),
         ("only.pkl", pickle.dumps(Trap())), ("only.cls", b"0"),
         ("a.jpg", jpg), ("b.jpg", jpg), ("a.cls", b"0"), ("b.cls", b"0"),
@@ -78,7 +78,7 @@ def test_every_bad_sample_has_its_line_and_no_pickle_is_opened(
     assert rejects(tmp_path / "out") == {
         f"s.tar/{key}": reason
         for key, reason in {
-            "two": "several_images", "same": "doubled_member", "unlabelled": "no_label", "blind": "no_image",
+            "two": "several_images", "same": "doubled_member", "unlabeled": "no_label", "blind": "no_image",
             "only": "no_image", "a": "interleaved", "b": "interleaved", "cut": "truncated", "empty": "empty",
             "damaged": "damaged",
             "text": "not_an_image", "huge": "too_many_pixels", "word": "bad_label", "real": "bad_label",

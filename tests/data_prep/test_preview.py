@@ -14,15 +14,15 @@ from data_prep.images.sheet import CELL, shortened
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import build, encoded, files_of, write_files
 
-COLOURS = {"blue": (0, 0, 255), "green": (0, 128, 0), "red": (255, 0, 0)}
+COLORS = {"blue": (0, 0, 255), "green": (0, 128, 0), "red": (255, 0, 0)}
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each class is one colour, in 4 pictures of 40 x 20 with a black left half."""
+    """Each class is one color, in 4 pictures of 40 x 20 with a black left half."""
     files = {}
-    for name, colour in COLOURS.items():
-        flag = Image.new("RGB", (40, 20), colour)
+    for name, color in COLORS.items():
+        flag = Image.new("RGB", (40, 20), color)
         flag.paste("black", (0, 0, 20, 20))
         files |= {f"{name}/{number}.png": encoded(flag, "PNG") for number in range(4)}
     root = tmp_path_factory.mktemp("flags")
@@ -49,7 +49,7 @@ def test_pictures_stand_in_the_order_of_their_classes_in_whole_enlarged_pixels(
             and (cell == small.repeat(7, axis=0).repeat(7, axis=1)).all()
         ):
             seen.append(tuple(small[8, 14].tolist()))
-    assert seen == [COLOURS["blue"]] * 4 + [COLOURS["green"]] * 4 + [COLOURS["red"]] * 4
+    assert seen == [COLORS["blue"]] * 4 + [COLORS["green"]] * 4 + [COLORS["red"]] * 4
 
 
 def test_a_sheet_is_the_same_every_time_and_another_with_another_seed(shapes: Path) -> None:

@@ -70,12 +70,7 @@ def test_numbers_are_those_of_an_independent_count(
     assert (found["read"], found["written"], found["num_classes"]) == (15, 13, 3)
     assert found["rejected"] == {"empty": 1, "not_an_image": 1}
     train, val = found["splits"]["train"], found["splits"]["val"]
-    assert (train["samples"], train["unlabelled"], train["shards"], train["classes"]) == (
-        9,
-        0,
-        3,
-        3,
-    )
+    assert (train["samples"], train["unlabeled"], train["shards"], train["classes"]) == (9, 0, 3, 3)
     assert train["per_class"] == {"min": 1, "5 %": 1, "median": 2, "95 %": 6, "max": 6}
     assert train["imbalance"] == 6.0
     assert train["largest"] == [["ant", 6], ["bee", 2], ["cat", 1]]

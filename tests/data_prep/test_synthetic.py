@@ -85,7 +85,7 @@ def test_the_object_stands_in_the_quadrant_that_its_class_names(
     quadrant: str, place: tuple[int, int]
 ) -> None:
     """Over many pictures only the main object stays put, so that its quadrant has the most
-    saturated colours."""
+    saturated colors."""
     look = next(
         look
         for look in class_set("a", num_classes=48)

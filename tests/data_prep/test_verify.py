@@ -115,7 +115,7 @@ def test_a_label_that_differs_between_shard_and_index_is_found_though_the_hashes
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"splits.train.shards.1.num_samples": 1}, "train-000001.npy: its shape is (64, 3)"),
+        ({"splits.train.shards.1.num_samples": 1}, "train-000001.npy: it has shape (64, 3)"),
         (
             {"splits.train.shards.1.num_bytes": 1},
             "train-000001.tar: size differs from the manifest",

@@ -121,7 +121,7 @@ def test_an_annotation_that_is_missing_changed_or_of_other_samples_is_found(data
 
 
 @pytest.mark.parametrize(("num_without", "num_faults"), [(64, 0), (63, 1)])
-def test_a_split_is_labelled_throughout_or_not_at_all(
+def test_a_split_is_labeled_throughout_or_not_at_all(
     tmp_path: Path, num_without: int, num_faults: int
 ) -> None:
     assert build(write_classes(tmp_path / "source", {"ant": 64}), tmp_path / "out") == 0
@@ -129,7 +129,7 @@ def test_a_split_is_labelled_throughout_or_not_at_all(
     content, rows = (out / "train-000000.tar").read_bytes(), np.load(out / "train-000000.npy")
     blocks = [content[start : start + 2560] for start in range(0, 64 * 2560, 2560)]
     blocks = [
-        unlabelled(block) if number < num_without else block for number, block in enumerate(blocks)
+        unlabeled(block) if number < num_without else block for number, block in enumerate(blocks)
     ]
     rows[:num_without, 2] = -1
     buffer = io.BytesIO()
@@ -143,7 +143,7 @@ def test_a_split_is_labelled_throughout_or_not_at_all(
     assert any("63 samples have no label" in fault for fault in found.faults) == (num_faults > 0)
 
 
-def unlabelled(block: bytes) -> bytes:
+def unlabeled(block: bytes) -> bytes:
     """The sample with the label -1."""
     header = bytearray(block[1536:2048])
     header[124:136] = b"%011o\0" % 2

@@ -259,7 +259,11 @@ def test_a_kept_checkpoint_is_the_end_of_a_shorter_run_and_a_branch_goes_on_from
     )
     capsys.readouterr()
     for source, more, expected in (
-        (f"{run}@1.5epochs", (), f"{run} has no checkpoint of step 26 (it has: 18, 35, 52)"),
+        (
+            f"{run}@1.5epochs",
+            (),
+            f"{run} has no checkpoint of step 26. Choose one of the steps 18, 35, 52",
+        ),
         (
             f"{run}@1epochs",
             ("train.seed=1",),

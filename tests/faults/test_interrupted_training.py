@@ -142,7 +142,9 @@ def test_a_start_that_froze_is_taken_over_and_changes_nothing_when_it_wakes_up(
     try:
         twin = start(config, run_dir, *words, ranks=1)  # SLURM knows of no other start of that job
         said, _ = twin.communicate()
-        holder = f"(process {frozen.ranks[0].pid} on {socket.gethostname()}, job 17, start 1, since"
+        holder = (
+            f"(process {frozen.ranks[0].pid} on {socket.gethostname()}, job 17, attempt 1, since"
+        )
         assert twin.returncode == 75 and holder in said, said
         assert printed_errors(said) == [(str(run_dir), "busy")], said
         stop_while_it_waits(start(config, run_dir, *words[1:], ranks=2))
@@ -317,7 +319,7 @@ def test_other_numbers_of_ranks_continue_the_same_training(
     finish(start(config, run_dir, strikes={0: strike, 1: strike}))
     assert step_of(list_checkpoints(run_dir)[-1]) <= 10
     output = finish(start(config, run_dir, "engine.zero_stage=1", ranks=1, threads=2))
-    assert output.count("WARNING: OMP_NUM_THREADS: was 1 and is 2 now: ") == 1
+    assert output.count("WARNING: OMP_NUM_THREADS: it was 1 and is now 2") == 1
     assert (
         json.loads((list_checkpoints(run_dir)[-1] / "trainer.json").read_text())["num_cpu_threads"]
         == 2

@@ -19,7 +19,7 @@ from data_prep.manifest import load_manifest
 from finetune.cli import main
 from finetune.evaluate.config import Evaluation
 from finetune.evaluate.evaluate import evaluate_checkpoint
-from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalization
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.config import AugmentSettings
 from pretrain.data.loader import Batch
@@ -133,12 +133,12 @@ def test_scores_and_rows_are_those_of_a_plain_computation_and_of_training(
 
 
 def views_of(settings: AugmentSettings, *, seed: int) -> Augmentation:
-    normalisation, cpu = Normalisation(MEAN, STD), torch.device("cpu")
+    normalization, cpu = Normalization(MEAN, STD), torch.device("cpu")
     return Augmentation(
         settings,
         seed=seed,
         image_size=16,
-        normalisation=normalisation,
+        normalization=normalization,
         device=cpu,
         dtype=torch.float32,
     )

@@ -69,7 +69,7 @@ FAMILIES: dict[str, AnySpec] = {
     ),
     "monarch": StructuredMlpSpec(kind="structured", form="monarch", num_rows=3, num_columns=4),
     "kronecker": StructuredMlpSpec(
-        kind="structured", form="kronecker", num_rows=3, num_columns=4, greyscale=False
+        kind="structured", form="kronecker", num_rows=3, num_columns=4, grayscale=False
     ),
 }
 
@@ -211,7 +211,7 @@ def test_a_mixer_that_timm_has_loads_in_timm_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_pictures_are_normalised_inside_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_pictures_are_normalized_inside_where_it_is_asked_for(tmp_path: Path) -> None:
     model = model_of(write_folder(tmp_path / "folder"))
     out = export_of(tmp_path / "folder", tmp_path / "out", with_preprocessing=True)
     pictures = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)

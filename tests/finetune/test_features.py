@@ -28,7 +28,7 @@ from tests.finetune.tiny import (
     feature_settings,
     maker_of,
     model_of,
-    normalised,
+    normalized,
     opened,
     spoil,
     whole,
@@ -37,7 +37,7 @@ from tests.finetune.tiny import (
 
 @torch.no_grad()
 def independent_features(folder: Path, dataset: Path) -> torch.Tensor:
-    return pooled_features(model_of(folder), normalised(folder, dataset)[0])
+    return pooled_features(model_of(folder), normalized(folder, dataset)[0])
 
 
 def test_a_table_is_a_forward_pass_and_the_second_time_is_found(
@@ -86,7 +86,7 @@ def test_a_key_changes_with_what_the_numbers_depend_on_alone(
     )
 
     def path(split: str = "val", view: int | None = None, **changes: Any) -> Path:
-        names = ("checkpoint", "image_size", "normalisation", "interpolation")
+        names = ("checkpoint", "image_size", "normalization", "interpolation")
         backbone = {key: changes.pop(key) for key in names if key in changes}
         return maker_of(settings.model_copy(update=changes), **backbone).cache.place_of(split, view)
 
@@ -107,7 +107,7 @@ def test_a_key_changes_with_what_the_numbers_depend_on_alone(
         path(checkpoint=other),
         path(image_size=20),
         path(interpolation="area"),
-        path(normalisation=(maker_of(settings).backbone.normalisation[0], (1.0, 1.0, 1.0))),
+        path(normalization=(maker_of(settings).backbone.normalization[0], (1.0, 1.0, 1.0))),
         path(channel_stats="target"),
         path(feature_dtype="float16"),
         path(feature_precision="bf16"),

@@ -20,7 +20,7 @@ from torch.nn.functional import gelu, relu
 from torch.optim.swa_utils import AveragedModel
 
 from data_prep.errors import Code
-from finetune.weights.foreign import Foreign, convert, recognise
+from finetune.weights.foreign import Foreign, convert, recognize
 from finetune.weights.reading import read_weights
 from pretrain.checkpoints.weights import load_strictly, shapes
 from pretrain.models.build import build_model
@@ -211,10 +211,10 @@ def test_timms_mixer_computes_the_same() -> None:
     assert_same_answers(foreign, theirs, side=24)
 
 
-def test_the_shape_of_timms_mixer_b_16_is_recognised() -> None:
+def test_the_shape_of_timms_mixer_b_16_is_recognized() -> None:
     with torch.device("meta"):
         weights = timm.create_model("mixer_b16_224").state_dict()
-    layout = recognise(shapes(weights), source="f", activation="gelu")
+    layout = recognize(shapes(weights), source="f", activation="gelu")
     spec = layout.spec
     assert isinstance(spec, MixerSpec) and (spec.label, layout.image_size) == (
         "Mixer P16 C768 L12",

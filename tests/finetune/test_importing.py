@@ -108,7 +108,7 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
         ("w", {}, ["--mean", "0.1", "0.2", "0.3", "--std", "0.4", "0.5", "0.6"], (0.1, 0.4)),
     ],
 )
-def test_the_normalisation_is_of_the_command_line_the_name_or_the_config(
+def test_the_normalization_is_of_the_command_line_the_name_or_the_config(
     tmp_path: Path,
     name: str,
     config: dict[str, str],

@@ -1,4 +1,4 @@
-"""Nearest neighbours equal scikit-learn's, whatever the chunks; the command judges all of a test
+"""Nearest neighbors equal scikit-learn's, whatever the chunks; the command judges all of a test
 split on any number of ranks."""
 
 import json
@@ -15,7 +15,7 @@ from finetune.cli import main
 from finetune.probe import knn as knn_room
 from finetune.probe.config import KnnSettings
 from finetune.probe.features import Table
-from finetune.probe.knn import accuracies, answers, neighbours_of, unit_rows
+from finetune.probe.knn import accuracies, answers, neighbors_of, unit_rows
 from pretrain.ranks.world import World
 from tests.conftest import Capture, Patch
 from tests.errors import printed_errors
@@ -29,13 +29,13 @@ KINDS: tuple[Any, ...] = ("softmax", "uniform", "distance")
 def table(count: int, *, seed: int) -> Table:
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, CLASSES, (count,), generator=generator)
-    centres = torch.randn(CLASSES, 9, generator=torch.Generator().manual_seed(0))
-    return Table(centres[labels] + 1.5 * torch.randn(count, 9, generator=generator), labels)
+    centers = torch.randn(CLASSES, 9, generator=torch.Generator().manual_seed(0))
+    return Table(centers[labels] + 1.5 * torch.randn(count, 9, generator=generator), labels)
 
 
 def settings_of(**changes: Any) -> KnnSettings:
     return KnnSettings.model_validate(
-        {"run_dir": "r", "data": {"dataset": "d"}, "neighbours": COUNTS} | changes, strict=False
+        {"run_dir": "r", "data": {"dataset": "d"}, "neighbors": COUNTS} | changes, strict=False
     )
 
 
@@ -45,7 +45,7 @@ def test_answers_are_scikit_learns(weights: Any, chunk: int) -> None:
     train, test = table(150, seed=1), table(80, seed=2)
     (queries,) = unit_rows(torch.split(test.values_ND, 1000), device=CPU)
     parts = unit_rows(torch.split(train.values_ND, chunk), device=CPU)
-    similarities, places = neighbours_of(queries, parts, count=max(COUNTS))
+    similarities, places = neighbors_of(queries, parts, count=max(COUNTS))
     found = answers(
         similarities,
         train.labels_N[places],
@@ -70,7 +70,7 @@ def test_answers_are_scikit_learns(weights: Any, chunk: int) -> None:
 def test_small_temperatures_do_not_overflow() -> None:
     similarities, labels = torch.tensor([[0.9, 0.8, -1.0]]), torch.tensor([[1, 0, 2]])
     assert answers(
-        similarities, labels, settings_of(temperature=1e-3, neighbours=[3]), num_classes=3
+        similarities, labels, settings_of(temperature=1e-3, neighbors=[3]), num_classes=3
     )[3].tolist() == [1]
 
 
@@ -100,7 +100,7 @@ def test_of_rows_that_are_equally_near_the_first_ones_count_whatever_the_blocks(
     expected = np.argsort(-cosines.round(9), axis=1, kind="stable")[:, :30]
     for size in (1, 7, 33, 160):
         parts = unit_rows(torch.split(train.values_ND[places], size), device=CPU)
-        similarities, rows = neighbours_of(queries, parts, count=30)
+        similarities, rows = neighbors_of(queries, parts, count=30)
         np.testing.assert_array_equal(rows.numpy(), expected)
         np.testing.assert_allclose(
             similarities.numpy(), np.take_along_axis(cosines, expected, axis=1), atol=2e-7
@@ -129,12 +129,10 @@ def test_the_command_judges_and_refuses(
         " {enabled: false}\n"
     )
     assert main(["knn", "knn.yaml"]) == 2
-    assert printed_errors(capsys.readouterr().err) == [("neighbours", "bad-value")]
+    assert printed_errors(capsys.readouterr().err) == [("neighbors", "bad-value")]
     output = finish(
         Run(
-            ["knn", "knn.yaml", "neighbours=[5, 60]", "weights=uniform"],
-            ranks=1,
-            program="finetune",
+            ["knn", "knn.yaml", "neighbors=[5, 60]", "weights=uniform"], ranks=1, program="finetune"
         )
     )
     result = json.loads(Path("runs/k/result.json").read_text())

@@ -26,7 +26,7 @@ from pretrain.data.torch_dataset import Shards
 from pretrain.models.build import pooled_features
 from tests.conftest import Capture, Patch
 from tests.data_prep.samples import encoded, picture, tar_of, wait_until, write_files
-from tests.finetune.tiny import export_of, judge, model_of, normalised, predictions, write_folder
+from tests.finetune.tiny import export_of, judge, model_of, normalized, predictions, write_folder
 from tests.ranks import REPOSITORY
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -46,9 +46,9 @@ def test_a_dataset_gets_the_answers_of_its_evaluation(
     judged, dataset = predictions(tmp_path / "run"), tmp_path / "link"
     dataset.symlink_to(shapes)
     rows = predict(tmp_path / "out.csv", folder, dataset, "--split", "val")
-    assert [row["picture"] for row in rows] == [
-        f"{dataset}/{key}" for key in judged["key"]
-    ] and len(rows) == 72
+    assert [row["image"] for row in rows] == [f"{dataset}/{key}" for key in judged["key"]] and len(
+        rows
+    ) == 72
     for place, ending in enumerate(("", "_2", "_3", "_4", "_5")):
         assert [row[f"class{ending}"] for row in rows] == [
             names[place] for names in judged["answer_names"]
@@ -58,14 +58,14 @@ def test_a_dataset_gets_the_answers_of_its_evaluation(
             chances, [values[place] for values in judged["probabilities"]], atol=2e-6
         )
     assert (
-        list(rows[0])[:3] == ["picture", "class", "probability"]
+        list(rows[0])[:3] == ["image", "class", "probability"]
         and list(rows[0])[-1] == "error"
         and len(rows[0]) == 12
     )
     export = export_of(folder, tmp_path / "export", formats=("timm",))
     assert predict(tmp_path / "again.csv", export, dataset, "--split", "val") == rows
     whole = predict(tmp_path / "all.csv", folder, dataset, "--top", "1")
-    assert len(whole) == 240 + 72 and list(whole[0]) == ["picture", "class", "probability", "error"]
+    assert len(whole) == 240 + 72 and list(whole[0]) == ["image", "class", "probability", "error"]
     assert [row["class"] for row in whole[240:]] == [row["class"] for row in rows]
 
 
@@ -110,7 +110,7 @@ def test_pictures_get_the_answers_of_the_shards_built_from_them(
         )
         == 0
     )
-    rows = {row["picture"]: row for row in predict(tmp_path / "built.csv", weights, built)}
+    rows = {row["image"]: row for row in predict(tmp_path / "built.csv", weights, built)}
     assert len(rows) == len(pictures) == 16
     (tmp_path / "stock.tar").write_bytes(
         tar_of([*pictures.items(), ("a/._x.jpg", b""), ("a/a.json", b"{}")])
@@ -118,12 +118,12 @@ def test_pictures_get_the_answers_of_the_shards_built_from_them(
     first, *files = sorted(source.rglob("*.jpg"))
     for words in ([source], [first, *files], [tmp_path / "stock.tar"]):
         found = predict(tmp_path / "out.csv", weights, *words)
-        assert [Path(row.pop("picture")).name for row in found] == [
+        assert [Path(row.pop("image")).name for row in found] == [
             each.name for each in (first, *files)
         ]
         names = sorted(pictures)
         assert found == [
-            {key: value for key, value in rows[f"{built}/{name}"].items() if key != "picture"}
+            {key: value for key, value in rows[f"{built}/{name}"].items() if key != "image"}
             for name in names
         ]
 
@@ -222,13 +222,13 @@ def test_rows_stand_in_the_order_given_with_reasons_and_features(
         "features.parquet",
     )
     places = ["a/deep/1.webp", "b/10.png", "b/2.png", "lost.png", "no ending", 'odd, "name".jpg']
-    assert [row["picture"] for row in rows[:9]] == [
+    assert [row["image"] for row in rows[:9]] == [
         "one.tar/k1.jpg",
         "one.tar/d/k2.png",
         *(f"photos/{p}" for p in places),
         "any.dat",
     ]
-    bad = {row["picture"]: row["error"].partition(":")[0] for row in rows if row["error"]}
+    bad = {row["image"]: row["error"].partition(":")[0] for row in rows if row["error"]}
     reasons = ("not_an_image", "empty", "not_a_file", "truncated")
     assert bad == dict(
         zip(
@@ -238,30 +238,30 @@ def test_rows_stand_in_the_order_given_with_reasons_and_features(
         )
     )
     assert all(
-        (row["class"] == row["probability_5"] == "") == (row["picture"] in bad) for row in rows
+        (row["class"] == row["probability_5"] == "") == (row["image"] in bad) for row in rows
     )
     assert (
         len(
             {
                 row["class"] + row["probability"]
                 for row in rows
-                if row["picture"] not in bad and rows.index(row) < 9
+                if row["image"] not in bad and rows.index(row) < 9
             }
         )
         == 1
     )
-    assert len(rows) == 9 + 72 and "81 pictures; 4 of them do not decode" in capsys.readouterr().out
+    assert len(rows) == 9 + 72 and "81 images; 4 of them do not decode" in capsys.readouterr().out
 
     table = pq.read_table("features.parquet")
     assert (
-        table["picture"].to_pylist() == [row["picture"] for row in rows]
+        table["image"].to_pylist() == [row["image"] for row in rows]
         and len(table.schema.names) == 3
     )
     assert [each is None for each in table["features"].to_pylist()] == [
-        row["picture"] in bad for row in rows
+        row["image"] in bad for row in rows
     ]
     with torch.no_grad():
-        expected = pooled_features(model_of(folder), normalised(folder, shapes)[0])
+        expected = pooled_features(model_of(folder), normalized(folder, shapes)[0])
     np.testing.assert_allclose(
         np.array(table["features"].to_pylist()[9:]), expected, rtol=1e-4, atol=1e-5
     )

@@ -56,7 +56,7 @@ def findings(dataset: Path, place: Path, weights: Path, **more: Any) -> dict[str
         "predictions": predictions(place / "judged"),
         "probe": probe(settings, ALONE, opened(settings)),
     }
-    tree = settings.model_dump(include=set(KnnSettings.model_fields)) | {"neighbours": (5, 3)}
+    tree = settings.model_dump(include=set(KnnSettings.model_fields)) | {"neighbors": (5, 3)}
     nearest = KnnSettings.model_validate(
         tree | {"run_dir": str(place / "knn"), "features_dir": None}, strict=False
     )

@@ -126,7 +126,7 @@ def test_tuning_starts_from_the_checkpoint_and_scratch_does_not(
     assert (far - body).abs().max() > 1e-2
 
 
-def test_a_dataset_of_another_size_is_fed_at_the_checkpoints_and_as_asked_with_its_own_colours(
+def test_a_dataset_of_another_size_is_fed_at_the_checkpoints_and_as_asked_with_its_own_colors(
     pretrained: Path, other_shapes: Path, tmp_path: Path
 ) -> None:
     public = ["channel_stats=target", "head_init=torch", "optimizer.lr=1e-12"]
@@ -354,7 +354,7 @@ def test_a_group_goes_on_wherever_it_was_interrupted(
             overrides=[f"run_dir={group}", "seeds=[0,1,2]", f"resume={resume}"],
         )
 
-    with pytest.raises(SettingsError, match=r"resume: 'must', but .* has no checkpoint"):
+    with pytest.raises(SettingsError, match=r"resume: must needs a checkpoint"):
         check_resume_of(asked("must"), repeats_of(asked("must")))
     check_resume_of(asked("never"), repeats_of(asked("never")))
     (group / "seed-0" / "result.json").write_text("{}")
@@ -362,7 +362,7 @@ def test_a_group_goes_on_wherever_it_was_interrupted(
     assert {each.resume for each in repeats_of(asked("must"))} == {"auto"}
     check_resume_of(asked("never"), repeats_of(asked("never")))
     (group / "seed-1" / "checkpoints" / "step-00000001").mkdir(parents=True)
-    with pytest.raises(SettingsError, match=r"resume: 'never', but .*seed-1 has checkpoints"):
+    with pytest.raises(SettingsError, match=r"resume: never .*seed-1 has checkpoints"):
         check_resume_of(asked("never"), repeats_of(asked("never")))
 
 

@@ -87,8 +87,8 @@ def model_of(folder: Path) -> ImageModel:
     return load_model(Checkpoint.open(folder)).eval()
 
 
-def normalised(checkpoint: Path, dataset: Path) -> tuple[Tensor, np.ndarray]:
-    """(pictures, labels) of the whole validation split, normalised by hand."""
+def normalized(checkpoint: Path, dataset: Path) -> tuple[Tensor, np.ndarray]:
+    """(pictures, labels) of the whole validation split, normalized by hand."""
     card, reader = (
         Checkpoint.open(checkpoint).card,
         open_split(dataset, load_manifest(dataset), "val"),
@@ -102,7 +102,7 @@ def normalised(checkpoint: Path, dataset: Path) -> tuple[Tensor, np.ndarray]:
 
 @torch.no_grad()
 def plain_logits(checkpoint: Path, dataset: Path) -> tuple[Tensor, np.ndarray]:
-    images, labels = normalised(checkpoint, dataset)
+    images, labels = normalized(checkpoint, dataset)
     return model_of(checkpoint)(images), labels
 
 
@@ -197,11 +197,11 @@ def maker_of(settings: ProbeSettings, *, world: World = ALONE, **changes: Any) -
 
 
 def blobs(count: int, *, seed: int, spread: float = 3.0) -> Table:
-    """Clusters about the same centres for every seed, on unequal scales."""
+    """Clusters about the same centers for every seed, on unequal scales."""
     generator = torch.Generator().manual_seed(seed)
-    centres = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0)) * spread
+    centers = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0)) * spread
     labels = torch.randint(0, CLASSES, (count,), generator=generator)
-    values = (centres[labels] + torch.randn(count, FEATURES, generator=generator)) * torch.arange(
+    values = (centers[labels] + torch.randn(count, FEATURES, generator=generator)) * torch.arange(
         1.0, 1 + FEATURES
     )
     return Table(values + 5, labels)

@@ -270,7 +270,7 @@ class Cluster:
 
 
 def _free_ports(count: int) -> int:
-    """The first of `count` neighbouring ports below the ephemeral range and the jobs' own; two
+    """The first of `count` neighboring ports below the ephemeral range and the jobs' own; two
     sessions begin apart."""
     for base in range(5000 + os.getpid() % 400 * 10, 10000, count):
         probes = [socket.socket() for _ in range(count)]

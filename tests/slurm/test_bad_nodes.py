@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.starts import read_starts
+from cluster.attempts import read_attempts
 from tests.slurm.conftest import Cluster
 
 CONFIG = """
@@ -61,11 +61,11 @@ def test_a_bad_node_is_avoided_and_a_frozen_rank_is_found(
         "cluster/pretrain.slurm",
         config.name,
     )
-    slurm.wait_for(job, "start 1: 2 x 2 ranks on n[1-2]")
-    slurm.wait_for(job, "start 2: 2 x 2 ranks on n[1,3]", timeout_s=200)
+    slurm.wait_for(job, "attempt 1: 2 x 2 ranks on n[1-2]")
+    slurm.wait_for(job, "attempt 2: 2 x 2 ranks on n[1,3]", timeout_s=200)
     reason = f"n2\tthe scratch directory {read_only_on_n2} cannot be used: Read-only file system\n"
     assert (slurm.root / "jobs" / job / "bad-nodes").read_text() == reason
-    assert slurm.job(job)["ExcNodeList"] == "n2" and "the next start avoids n2" in slurm.log(job)
+    assert slurm.job(job)["ExcNodeList"] == "n2" and "the next attempt avoids n2" in slurm.log(job)
 
     await_checkpoint(slurm, job, run_dir)
     os.kill(slurm.rank_process(job, rank=3), signal.SIGSTOP)
@@ -80,13 +80,13 @@ def test_a_bad_node_is_avoided_and_a_frozen_rank_is_found(
         text = (run_dir / "stacks" / f"rank-{rank:04}.txt").read_text()
         assert f"rank {rank} (node n" in text and "pretrain/loop/trainer.py" in text, text
 
-    path = slurm.root / "jobs" / job / "starts.jsonl"
+    path = slurm.root / "jobs" / job / "attempts.jsonl"
     nodes = [
         each["nodes"]
         for each in map(json.loads, path.read_text().splitlines())
         if each["event"] == "begin"
     ]
-    ends = [each["how"] for each in read_starts(path)]
+    ends = [each["how"] for each in read_attempts(path)]
     assert nodes[0] == "n[1-2]" and {*nodes[1:]} == {"n[1,3]"}, nodes
     # on a machine that is too busy a rank may fall silent by itself
     assert (ends[0], {*ends[1:-1]}, ends[-1]) == ("bad-node", {"failed"}, "finished"), ends

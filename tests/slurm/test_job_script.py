@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import pytest
 
-from cluster.starts import read_starts
+from cluster.attempts import read_attempts
 from tests.slurm.conftest import Cluster, need_slurm
 
 PYTHON = r"""#!/bin/bash
@@ -259,10 +259,10 @@ def a_start_that_waits_for_anothers_lock_has_not_failed(lab: Cluster) -> None:
     assert lab.wait(job, "COMPLETED")["Restarts"] == "2"
     log = lab.log(job)
     assert (
-        log.count("runs/busy is held by another start (see above)") == 2
+        log.count("runs/busy is held by another attempt (see above)") == 2
         and "process 5 on n9 holds it" in log
     ), log
-    assert [each["how"] for each in read_starts(lab.root / "jobs" / job / "starts.jsonl")] == [
+    assert [each["how"] for each in read_attempts(lab.root / "jobs" / job / "attempts.jsonl")] == [
         "busy",
         "busy",
         "finished",

@@ -33,7 +33,7 @@ def test_a_node_that_freezes_is_taken_over_from_and_changes_nothing_when_it_wake
         slurm.tell("revive n1")
     assert_same_end(run_dir, undisturbed)
     assert re.search(
-        r"attempt 1 holds this run \(process \d+ on n1, job \d+, start 1, since ", slurm.log(job)
+        r"attempt 1 holds this run \(process \d+ on n1, job \d+, attempt 1, since ", slurm.log(job)
     )
     assert [path.name for path in (run_dir / "starts").iterdir()] == ["0002"]
     events = map(json.loads, (run_dir / "tracking/journal.jsonl").read_text().splitlines())
@@ -57,7 +57,7 @@ def test_fewer_nodes_go_on_where_that_was_asked_for(
     await_progress(slurm, job, run_dir, start=1)
     slurm.tell("crash n1")  # where the job's script runs
     try:
-        slurm.wait_for(job, "start 2: 1 x 1 ranks on n2")
+        slurm.wait_for(job, "attempt 2: 1 x 1 ranks on n2")
     finally:
         slurm.tell("revive n1")
     slurm.wait(job, "COMPLETED")

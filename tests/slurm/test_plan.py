@@ -45,7 +45,7 @@ finetune:
 MORE = """
 knn:
   config: configs/knn/demo.yaml
-  overrides: [run_dir=runs/whole/knn, pretrained=runs/whole/pretrain, data.dataset=data/whole-b, "neighbours=[5]"]
+  overrides: [run_dir=runs/whole/knn, pretrained=runs/whole/pretrain, data.dataset=data/whole-b, "neighbors=[5]"]
 evaluate:
   config: configs/evaluate/demo.yaml
   overrides: [run_dir=runs/whole/views, pretrained=runs/whole/tune, data.dataset=data/whole-b, num_views=2]

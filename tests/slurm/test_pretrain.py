@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.starts import read_starts
+from cluster.attempts import read_attempts
 from pretrain.tracking.delivery import sync
 from tests.slurm.conftest import SCRIPT, Cluster
 from tests.slurm.tiny_run import assert_same_end, await_progress, tracked
@@ -22,7 +22,7 @@ def test_the_life_of_a_job(slurm: Cluster, config: Path, undisturbed: Path) -> N
     await_progress(slurm, job, run_dir, start=2)
     slurm("scontrol", "requeue", job)
     await_progress(slurm, job, run_dir, start=3)
-    assert read_starts(slurm.root / "jobs" / job / "starts.jsonl")[1]["how"] == "stopped"
+    assert read_attempts(slurm.root / "jobs" / job / "attempts.jsonl")[1]["how"] == "stopped"
     slurm.tell("crash n2")
     try:
         await_progress(slurm, job, run_dir, start=4)
@@ -31,7 +31,7 @@ def test_the_life_of_a_job(slurm: Cluster, config: Path, undisturbed: Path) -> N
 
     slurm("scancel", job)
     slurm.wait(job, "CANCELLED")
-    said = slurm.rank_logs(job)[0].rpartition("--- start 4")[2]
+    said = slurm.rank_logs(job)[0].rpartition("--- attempt 4")[2]
     assert "stopped with a checkpoint" in said and "delivery ended with SIG" not in said, said
     sync(run_dir)  # on a busy machine a job ends before all of its journal has arrived
     assert tracked(slurm, run_dir) == ["KILLED"], said

@@ -29,7 +29,7 @@ def await_progress(
     slurm: Cluster, job: str, run_dir: Path, *, start: int, ranks: str = "2 x 1"
 ) -> None:
     """Until start number `start` has gone on, and has made a checkpoint of its own."""
-    slurm.wait_for(job, f"start {start}: {ranks} ranks", timeout_s=240)
+    slurm.wait_for(job, f"attempt {start}: {ranks} ranks", timeout_s=240)
     pointer = run_dir / "checkpoints/latest"
     before, deadline_s = pointer.read_text() if pointer.exists() else "", time.monotonic() + 240
     while not pointer.exists() or pointer.read_text() == before:

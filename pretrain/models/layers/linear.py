@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 SMALLEST = 64
-"""Smaller sizes are not padded."""
+"""Smallest size that is padded."""
 
 
 def aligned(size: int) -> int:
@@ -30,7 +30,8 @@ class Linear(nn.Linear):
     def __init__(
         self, num_inputs: int, num_outputs: int, *, bias: bool = True, hands_zeros_on: bool = False
     ):
-        """`hands_zeros_on`: the output goes only through an activation into another `Linear`."""
+        """`hands_zeros_on`: keep the padding of the output. Only an activation and another `Linear`
+        may follow."""
         super().__init__(num_inputs, num_outputs, bias=bias)
         self.hands_zeros_on = hands_zeros_on
 
@@ -49,7 +50,8 @@ class Linear(nn.Linear):
 
 
 class _Padded(torch.autograd.Function):
-    """Compute linear() with zeros up to `inputs` and `outputs`; return `num_returned` outputs."""
+    """Compute linear(), padded with zeros to `inputs` and `outputs`. Return the first
+    `num_returned` outputs."""
 
     @staticmethod
     def forward(

@@ -83,7 +83,7 @@ def _(x_BM: Tensor, index: Tensor) -> Tensor:
 
 
 def _take(x_BM: Tensor, index: Tensor) -> Tensor:
-    """Gather columns. Inductor must not see the gather on a CPU: the fused loops would be scalar (a
+    """Gather columns. On a CPU, hide the gather from Inductor: its fused loops would be scalar (a
     step takes 1.7 times as long)."""
     if x_BM.device.type == "cpu" and torch.compiler.is_dynamo_compiling():
         return take_columns(x_BM, index)
@@ -97,7 +97,7 @@ def inverse_of(index: Tensor) -> Tensor:
 
 
 def is_permutation(index: Tensor) -> bool:
-    """Return True for a permutation, and for any index on the meta device."""
+    """Return True for a permutation. On the meta device, return True for any index."""
     if index.is_meta:
         return True
     places = torch.arange(index.numel(), device=index.device)
@@ -106,13 +106,13 @@ def is_permutation(index: Tensor) -> bool:
 
 
 def random_permutation(size: int, *, generator: torch.Generator | None = None) -> Permutation:
-    """Draw on the CPU: the permutation does not depend on the model's device."""
+    """Draw a permutation on the CPU, so that it does not depend on the model's device."""
     drawn = torch.randperm(size, generator=generator, device="cpu")
     return Permutation(drawn.to(torch.get_default_device()))
 
 
 def generator_beside_weights() -> torch.Generator:
-    """Return a generator seeded by torch's generator, whose state does not change.
+    """Return a generator that is seeded from torch's generator without changing its state.
 
     An RP model has the same weights as the normal model of the same seed. A block has the same
     permutation in every model that permutes it.

@@ -16,7 +16,7 @@ _SWITCH = threading.RLock()
 
 @contextmanager
 def products(*, in_tf32: bool) -> Iterator[None]:
-    """Set the switches for all kernels launched in the block, and restore them."""
+    """Set the TF32 switches for all kernels launched in the block, then restore them."""
     with _SWITCH:
         # not `fp32_precision`: after it is set, torch's compiler fails to read the older name
         switches: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn

@@ -48,7 +48,8 @@ DRAWN_TOGETHER = 2**20
 
 @dataclass(frozen=True)
 class Connections:
-    """Pattern: the inputs of output i are columns[row_starts[i] : row_starts[i + 1]], ascending."""
+    """Pattern of connections: output i has the inputs columns[row_starts[i] : row_starts[i + 1]],
+    ascending."""
 
     row_starts: Tensor
     columns: Tensor
@@ -109,7 +110,7 @@ def connections_of(mask_MN: Tensor) -> Connections:
 
 
 def draw_connections(num_inputs: int, *, num_outputs: int, density: float) -> Connections:
-    """Draw each connection with probability `density`, some rows at a time."""
+    """Draw a pattern, some rows at a time. Each connection exists with probability `density`."""
     num_together = max(1, int(DRAWN_TOGETHER / (density * num_inputs)))
     counts, columns = [], []
     for first in range(0, num_outputs, num_together):
@@ -121,7 +122,7 @@ def draw_connections(num_inputs: int, *, num_outputs: int, density: float) -> Co
 
 
 def _draw_places(size: int, *, density: float) -> Tensor:
-    """Draw ascending positions below `size` by their geometric gaps, on the CPU."""
+    """Draw ascending positions below `size`, on the CPU, from their geometric gaps."""
     if density == 1:
         return torch.arange(size, device="cpu")
     num_gaps = int(size * density + 6 * (size * density) ** 0.5 + 16)
@@ -194,7 +195,7 @@ def _(
 def sampled_product(
     left_MB: Tensor, right_NB: Tensor, starts: Tensor, columns: Tensor, like: Tensor
 ) -> Tensor:
-    """Return left right^T at the connections, as values `like` these."""
+    """Return the entries of left right^T at the connections, in the type of `like`."""
     pattern = _compressed_rows(like, starts, columns, num_columns=len(right_NB))
     left, right = _computed(left_MB).to(pattern.dtype), _computed(right_NB).to(pattern.dtype)
     sampled: Tensor = torch.sparse.sampled_addmm(pattern, left, right.T, beta=0.0)
@@ -265,7 +266,7 @@ def _sampled_flops(
 
 
 IN_MASKED, IN_SPARSE = ("weight", "mask"), ("values", "row_starts", "columns")
-"""Entries of a state dict. An engine may load the pattern without the weights."""
+"""State-dict entries of each storage. An engine may load the pattern without the weights."""
 
 
 class MaskedLinear(nn.Module):

@@ -182,14 +182,14 @@ STL_CLASSES = ["airplane", "bird", "car", "cat", "deer", "dog", "horse", "monkey
 STL_PIXELS = {
     "train": pixels(12, 96, 96, 3, seed=1),
     "test": pixels(4, 96, 96, 3, seed=2),
-    "unlabelled": pixels(6, 96, 96, 3, seed=3),
+    "unlabeled": pixels(6, 96, 96, 3, seed=3),
 }
 STL_LABELS = {
     "train": [1, 9, 0, 3, 3, 2, 1, 0, 5, 4, 8, 7],
     "test": [9, 0, 4, 4],
-    "unlabelled": [-1] * 6,
+    "unlabeled": [-1] * 6,
 }
-STL_FILES = {"train": "train_X.bin", "test": "test_X.bin", "unlabelled": "unlabeled_X.bin"}
+STL_FILES = {"train": "train_X.bin", "test": "test_X.bin", "unlabeled": "unlabeled_X.bin"}
 FOLDS = [[fold, (fold + 5) % 12] for fold in range(10)]
 
 
@@ -260,7 +260,7 @@ TINY = Layout(
     "tiny-imagenet-200.zip",
     tuple(WNIDS),
     _TINY,
-    {"unlabelled_test": True},
+    {"unlabeled_test": True},
 )
 
 LAYOUTS = {

@@ -58,8 +58,8 @@ ITEMS: dict[str, Make] = {
     "numpy label": lambda array, place: (array, np.int64(place % 3)),
     "channels first": lambda array, place: (array.transpose(2, 0, 1), place % 3),
     "floats": lambda array, place: ((array / 255).astype(np.float32), place % 3),
-    "grey": lambda array, place: (Image.fromarray(array[:, :, 0]), place % 3),
-    "grey array": lambda array, place: (array[:, :, :1], place % 3),
+    "gray": lambda array, place: (Image.fromarray(array[:, :, 0]), place % 3),
+    "gray array": lambda array, place: (array[:, :, :1], place % 3),
     "clear": lambda array, place: (
         Image.fromarray(np.dstack([array, np.full((20, 24), 255, np.uint8)])),
         place % 3,
@@ -83,7 +83,7 @@ def bare(items: str, size: int) -> Bare:
     return Bare(size, ITEMS[items] if items in ITEMS else WRONG[items][0])
 
 
-class Mislabelled(Pictures):
+class Mislabeled(Pictures):
     def __getitem__(self, place: int) -> tuple[Any, Any]:
         return Image.fromarray(self.arrays[place]), 1
 
@@ -152,7 +152,7 @@ def test_every_form_of_a_picture_comes_out_without_loss(items: str) -> None:
     assert [entry.label for entry in entries] == [0, 1, 2, 0, 1, 2]
     for entry, array in zip(entries, arrays, strict=True):
         with Image.open(io.BytesIO(source.read(entry))) as image:
-            if items.startswith("grey"):
+            if items.startswith("gray"):
                 assert np.array_equal(np.asarray(image), array[:, :, 0])
             else:
                 assert np.array_equal(np.asarray(image.convert("RGB")), array)
@@ -231,7 +231,7 @@ def test_a_factory_that_fails_is_one_line(
 
 
 def test_labels_that_are_not_what_targets_say_are_noticed() -> None:
-    source = source_of("Mislabelled", {"train": {"size": 3}})
+    source = source_of("Mislabeled", {"train": {"size": 3}})
     entry = listed(source)[0]
     with fails("mismatch", "source.splits.train"):
         source.read(entry)

@@ -135,7 +135,7 @@ def test_the_held_out_images_depend_on_seed_and_class_alone(tmp_path: Path) -> N
     assert of_first != set(list(synset_files(SYNSETS[0], 9))[:2])  # not merely the first ones
 
 
-def test_only_the_asked_for_classes_are_listed_and_labelled_anew(tmp_path: Path) -> None:
+def test_only_the_asked_for_classes_are_listed_and_labeled_anew(tmp_path: Path) -> None:
     source = FORMS["tars"](tmp_path)
     (source / f"{SYNSETS[1]}.tar").write_bytes(b"damaged, but nobody asks for it")
     (tmp_path / "classes.txt").write_text(f"{SYNSETS[2]}\n")
@@ -219,7 +219,7 @@ TARS, FOLDERS, TAR = synset_tars, synset_folders, f"{SYNSETS[1]}.tar"
             "1 images are in",
         ),
         (TARS, lambda source: (source / f"{TAR}.part").write_bytes(b"half"), f"{TAR}.part"),
-        (TARS, _name_twice, f"{SYNSETS[0]}.tar holds a name twice"),
+        (TARS, _name_twice, f"{SYNSETS[0]}.tar contains two files named"),
         (_whole_twice, lambda _: None, f"holds the synset {SYNSETS[0]} twice"),
         (
             TARS,

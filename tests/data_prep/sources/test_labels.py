@@ -97,7 +97,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no rows": (lambda table: table.write_text("file,label\n"), "empty"),
     "no column": (lambda table: csv(table, head="file,kind"), "unknown-name"),
     "doubled": (lambda table: csv(table, rows=[*ROWS, ROWS[3]]), "bad-value"),
-    "unlabelled": (lambda table: csv(table, rows=[*ROWS[:-1], "9.jpg,"]), "bad-value"),
+    "unlabeled": (lambda table: csv(table, rows=[*ROWS[:-1], "9.jpg,"]), "bad-value"),
     "without a row": (lambda table: csv(table, rows=ROWS[1:]), "mismatch"),
     "no picture": (lambda table: csv(table, rows=[*ROWS, "x/y.png,ant"]), "mismatch"),
     "a note": (lambda table: csv(table, rows=[*ROWS, "readme.txt,ant"]), "mismatch"),

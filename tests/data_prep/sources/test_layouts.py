@@ -302,7 +302,7 @@ def test_folds_follow_their_images(tmp_path: Path) -> None:
     assert found.shape == (12, 10)
     rows = [{row for row, is_in in zip(order, fold, strict=True) if is_in} for fold in found.T]
     assert rows == [set(fold) for fold in FOLDS]
-    assert not any(manifest.splits[split].annotations for split in ("test", "unlabelled"))
+    assert not any(manifest.splits[split].annotations for split in ("test", "unlabeled"))
 
 
 def test_images_of_stl10_are_stored_column_by_column() -> None:
@@ -311,9 +311,9 @@ def test_images_of_stl10_are_stored_column_by_column() -> None:
     assert by_columns(corner).index(7) == 1
 
 
-def test_unlabelled_images_can_be_left_out(tmp_path: Path) -> None:
+def test_unlabeled_images_can_be_left_out(tmp_path: Path) -> None:
     path = STL10.place(tmp_path, packed=True, **{"unlabeled_X.bin": None})
-    found = listed(STL10.open(path, unlabelled=False))
+    found = listed(STL10.open(path, unlabeled=False))
     assert {entry.container.split for entry in found} == {"train", "test"}
 
 

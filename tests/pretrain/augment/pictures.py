@@ -7,12 +7,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalization
 from pretrain.augment.draws import Draws
 from pretrain.config import AugmentSettings
 from pretrain.data.loader import Batch
 
-PLAIN = Normalisation((0.0, 0.0, 0.0), (1 / 255, 1 / 255, 1 / 255))
+PLAIN = Normalization((0.0, 0.0, 0.0), (1 / 255, 1 / 255, 1 / 255))
 
 
 def pictures(count: int, size: int, *, seed: int = 0) -> Tensor:
@@ -24,7 +24,7 @@ def hard_pictures(height: int, width: int) -> NDArray[np.uint8]:
     """Noise, slopes, flat ones, black, white, little contrast, extremes only: (9, H, W, 3)."""
     generator = np.random.Generator(np.random.Philox(5))
     y, x = np.mgrid[:height, :width]
-    grey = generator.integers(0, 256, (height, width, 1))
+    gray = generator.integers(0, 256, (height, width, 1))
     kinds = [
         generator.integers(0, 256, (height, width, 3)),
         generator.integers(0, 256, (height, width, 3)),
@@ -34,7 +34,7 @@ def hard_pictures(height: int, width: int) -> NDArray[np.uint8]:
         np.full((height, width, 3), 255),
         generator.integers(100, 140, (height, width, 3)),
         generator.integers(0, 2, (height, width, 3)) * 255,
-        np.repeat(grey, 3, axis=2),
+        np.repeat(gray, 3, axis=2),
     ]
     return np.stack(kinds).astype(np.uint8)
 
@@ -44,11 +44,11 @@ def make(
     *,
     size: int = 16,
     seed: int = 3,
-    normalisation: Normalisation = PLAIN,
+    normalization: Normalization = PLAIN,
     **where: Any,
 ) -> Augmentation:
     where = {"device": torch.device("cpu"), "dtype": torch.float32, **where}
-    return Augmentation(settings, seed=seed, image_size=size, normalisation=normalisation, **where)
+    return Augmentation(settings, seed=seed, image_size=size, normalization=normalization, **where)
 
 
 def batch_of(images: Tensor, samples: NDArray[np.int64], *, epoch: int = 0) -> Batch:

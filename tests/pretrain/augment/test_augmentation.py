@@ -9,7 +9,7 @@ import torch
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as reference
 
-from pretrain.augment.augmentation import Normalisation, pixel_order
+from pretrain.augment.augmentation import Normalization, pixel_order
 from pretrain.augment.draws import Draws, Purpose
 from pretrain.augment.erasing import draw_blocks
 from pretrain.augment.mixing import PairMixer
@@ -33,7 +33,7 @@ CIFAR = AugmentSettings(
     cutmix_alpha=1.0,
 )
 FLOATS = AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8)
-COLOURS = Normalisation((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
+COLORS = Normalization((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
 RESIZED = AugmentSettings(
     crop_padding=3, padding_mode="reflect", cutmix_alpha=0.5, mix_probability=0.5
 )
@@ -99,16 +99,16 @@ def test_no_number_is_drawn_twice() -> None:
 
 
 def test_the_order_is_crop_then_erase_then_mix() -> None:
-    """Erased pixels are exactly 0 after normalising, and are mixed afterwards."""
+    """Erased pixels are exactly 0 after normalizing, and are mixed afterwards."""
     settings = AugmentSettings(
         flip_probability=0.0, erase_probability=1.0, erase_mode="const", mixup_alpha=0.8
     )
-    normalisation = Normalisation((0.1, 0.2, 0.3), (0.5, 0.5, 0.5))
+    normalization = Normalization((0.1, 0.2, 0.3), (0.5, 0.5, 0.5))
     stored = pictures(40, 16)
     batch = batch_of(stored, np.arange(40))
-    found = make(settings, normalisation=normalisation).prepare(batch).images_BCHW
+    found = make(settings, normalization=normalization).prepare(batch).images_BCHW
     expected = reference.normalize(
-        stored.permute(0, 3, 1, 2).float() / 255, *map(list, normalisation)
+        stored.permute(0, 3, 1, 2).float() / 255, *map(list, normalization)
     )
     blocks = draw_blocks(settings, draws_of(40), size=16)
     for place, row in enumerate(blocks.rows):
@@ -123,12 +123,12 @@ def test_the_order_is_crop_then_erase_then_mix() -> None:
     )
 
 
-def test_auto_augment_fills_with_the_mean_colour() -> None:
+def test_auto_augment_fills_with_the_mean_color() -> None:
     """Level 9 of translations leaves bars of it."""
     mean = (0.2, 0.4, 0.6)
     settings = AugmentSettings(flip_probability=0.0, auto_augment="rand-m10-n1-p1-inc1")
     stored = torch.full((400, 16, 16, 3), 255, dtype=torch.uint8)
-    found = make(settings, normalisation=Normalisation(mean, (1, 1, 1))).prepare(
+    found = make(settings, normalization=Normalization(mean, (1, 1, 1))).prepare(
         batch_of(stored, np.arange(400))
     )
     levels = (found.images_BCHW * 255 + torch.tensor(mean).view(1, 3, 1, 1) * 255).round()
@@ -188,7 +188,7 @@ def test_stored_pictures_are_never_changed() -> None:
 def test_bf16_is_the_rounded_fp32(settings: AugmentSettings) -> None:
     batch = batch_of(pictures(16, 16), np.arange(16))
     exact, short = (
-        make(settings, normalisation=COLOURS, dtype=dtype).prepare(batch).images_BCHW
+        make(settings, normalization=COLORS, dtype=dtype).prepare(batch).images_BCHW
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert short.dtype == torch.bfloat16 and short.shape == (16, 3, 16, 16)
@@ -197,15 +197,15 @@ def test_bf16_is_the_rounded_fp32(settings: AugmentSettings) -> None:
 
 @pytest.mark.parametrize(("settings", "kernel"), [(PAPER_A, "bicubic"), (FLOATS, "bilinear")])
 @pytest.mark.parametrize("eval_crop", [None, 0.5])
-def test_evaluation_cuts_upscales_and_normalises_like_torchvision(
+def test_evaluation_cuts_upscales_and_normalizes_like_torchvision(
     settings: AugmentSettings, kernel: str, eval_crop: float | None
 ) -> None:
     stored = pictures(3, 12)
     settings = settings.model_copy(update={"eval_crop": eval_crop})
-    ours = make(settings, size=24, normalisation=COLOURS).plain(batch_of(stored, np.arange(3)))
+    ours = make(settings, size=24, normalization=COLORS).plain(batch_of(stored, np.arange(3)))
     central = reference.center_crop(
         stored.permute(0, 3, 1, 2).float(), [12 if not eval_crop else 6]
     )
     scaled = reference.resize(central, [24, 24], InterpolationMode(kernel), antialias=True)
-    expected = reference.normalize(scaled.clamp(0, 255) / 255, *map(list, COLOURS))
+    expected = reference.normalize(scaled.clamp(0, 255) / 255, *map(list, COLORS))
     torch.testing.assert_close(ours.images_BCHW, expected, rtol=0, atol=1e-4)

@@ -35,10 +35,10 @@ def test_erasing_equals_a_loop(mode: EraseMode, count: int) -> None:
             top, left = blocks.top_nK[place, block], blocks.left_nK[place, block]
             height, width = blocks.height_nK[place, block], blocks.width_nK[place, block]
             area = (slice(None), slice(top, top + height), slice(left, left + width))
-            colour = torch.from_numpy(blocks.colours_nKC[place, block]).view(3, 1, 1)
+            color = torch.from_numpy(blocks.colors_nKC[place, block]).view(3, 1, 1)
             expected[row][area] = {
                 "const": torch.zeros(1),
-                "rand": colour,
+                "rand": color,
                 "pixel": noise[place][area],
             }[mode]
     found = erase(stored.clone(), blocks, mode=mode)

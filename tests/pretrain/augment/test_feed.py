@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalization
 from pretrain.augment.feed import Feed, finish_for
 from pretrain.config import AugmentSettings
 from pretrain.data.loader import Batch
@@ -18,7 +18,7 @@ from tests.pretrain.data.tiny import loaded
 
 
 def augmentation(settings: AugmentSettings) -> Augmentation:
-    return make(settings, seed=1, normalisation=Normalisation((0.4, 0.5, 0.6), (0.2, 0.3, 0.25)))
+    return make(settings, seed=1, normalization=Normalization((0.4, 0.5, 0.6), (0.2, 0.3, 0.25)))
 
 
 def feed(reader: ShardReader, augment: Augmentation, *, threads: int) -> Feed:

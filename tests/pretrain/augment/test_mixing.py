@@ -52,17 +52,17 @@ def test_mixing_equals_timms_on_the_same_lambdas_and_boxes(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("size", [24, 7])
 def test_boxes_are_timms(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """For the same centre and lambda, the box and the corrected lambda of timm."""
+    """For the same center and lambda, the box and the corrected lambda of timm."""
     settings = AugmentSettings(cutmix_alpha=1.0)
     mix = drawn(settings, pairs=300, size=size)
     pairs = Draws((3, np.repeat(np.arange(300), 2)))
     lambdas = BetaTable(1.0)(pairs.uniform(Purpose.CUTMIX))
     for row in range(0, 600, 2):
-        centre = iter(
+        center = iter(
             int(pairs.uniform(purpose)[row] * size)
             for purpose in (Purpose.CUTMIX_ROW, Purpose.CUTMIX_COLUMN)
         )
-        monkeypatch.setattr(np.random, "randint", lambda *_, **__: next(centre))  # noqa: B023
+        monkeypatch.setattr(np.random, "randint", lambda *_, **__: next(center))  # noqa: B023
         box, weight = timm_mixup.cutmix_bbox_and_lam((3, size, size), lambdas[row])
         assert (mix.top[row], mix.bottom[row], mix.left[row], mix.right[row]) == tuple(
             int(side) for side in box
@@ -107,7 +107,7 @@ def test_lambda_is_beta_distributed(field: str, alpha: float) -> None:
     [{"mixup_alpha": 0.8}, {"cutmix_alpha": 1.0}, {"mixup_alpha": 0.8, "cutmix_alpha": 1.0}],
 )
 def test_the_weight_is_the_share_of_the_pictures_own_pixels(alphas: dict[str, float]) -> None:
-    """Neighbours of all 0 and all 1: the mean of a picture says what it is made of, and its label's
+    """Neighbors of all 0 and all 1: the mean of a picture says what it is made of, and its label's
     weight says the same."""
     augmentation = make(AugmentSettings(flip_probability=0.0, **alphas), size=SIZE)
     stored = torch.zeros(200, SIZE, SIZE, 3, dtype=torch.uint8)

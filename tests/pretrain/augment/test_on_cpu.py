@@ -20,7 +20,7 @@ from torchvision.transforms.v2 import functional as reference
 
 from pretrain.augment import on_cpu
 from pretrain.augment.crops import Boxes, resample, whole_boxes
-from pretrain.augment.on_cpu import crop, crop_mix_normalise
+from pretrain.augment.on_cpu import crop, crop_mix_normalize
 from tests.pretrain.augment.pictures import pictures
 
 MEAN, SCALE = (120.0, 110.0, 100.0), (0.02, 0.017, 0.025)
@@ -41,7 +41,7 @@ def random_boxes(count: int, stored: int, *, seed: int = 1) -> Boxes:
 
 
 def plain_mix(cropped: Tensor, weights: NDArray[np.float64] | None) -> Tensor:
-    """MixUp and normalisation in float64, picture by picture."""
+    """MixUp and normalization in float64, picture by picture."""
     values = cropped.double()
     if weights is not None:
         values = torch.stack(
@@ -87,10 +87,10 @@ def test_crop_equals_resample_and_torchvision(stored: int, size: int) -> None:
 
 @pytest.mark.parametrize(("stored", "size"), [(24, 32), (64, 64), (96, 64)])
 @pytest.mark.parametrize("mixed", [True, False])
-def test_mixed_and_normalised(stored: int, size: int, mixed: bool) -> None:
+def test_mixed_and_normalized(stored: int, size: int, mixed: bool) -> None:
     images, boxes = pictures(12, stored), random_boxes(12, stored)
     weights = np.random.Generator(np.random.Philox(3)).random(12) if mixed else None
-    ours = crop_mix_normalise(
+    ours = crop_mix_normalize(
         images, boxes, size=size, mean=MEAN, scale=SCALE, weights=weights, dtype=torch.float32
     )
     expected = plain_mix(resample(images, boxes, size=size), weights)
@@ -101,7 +101,7 @@ def test_ties_round_to_even() -> None:
     """255 * 257 = 65535 is beyond bfloat16's 8 bits; 257 lies halfway between 256 and 258, 259
     between 258 and 260."""
     images = torch.full((1, 2, 2, 3), 1, dtype=torch.uint8)
-    ours = crop_mix_normalise(
+    ours = crop_mix_normalize(
         images,
         whole_boxes(1, 2),
         size=2,
@@ -173,10 +173,10 @@ def test_out_takes_the_result() -> None:
         "dtype": torch.bfloat16,
     }
     out = torch.full((4, 3, 8, 8), torch.nan, dtype=torch.bfloat16)
-    assert crop_mix_normalise(images, boxes, out=out, **settings) is out
-    assert torch.equal(out, crop_mix_normalise(images, boxes, **settings))
+    assert crop_mix_normalize(images, boxes, out=out, **settings) is out
+    assert torch.equal(out, crop_mix_normalize(images, boxes, **settings))
     with pytest.raises(AssertionError, match="out is"):
-        crop_mix_normalise(images, boxes, out=out[:2], **settings)
+        crop_mix_normalize(images, boxes, out=out[:2], **settings)
 
 
 def test_what_would_lead_the_loops_astray_is_refused() -> None:
@@ -198,7 +198,7 @@ def test_what_would_lead_the_loops_astray_is_refused() -> None:
         crop(images[:3], good, size=8)
     for weights in (np.ones(3), np.ones(4)):
         with pytest.raises(AssertionError, match="pairs"):
-            crop_mix_normalise(
+            crop_mix_normalize(
                 images[:3],
                 whole_boxes(3, 8),
                 size=8,
@@ -208,7 +208,7 @@ def test_what_would_lead_the_loops_astray_is_refused() -> None:
                 dtype=torch.float32,
             )
     with pytest.raises(AssertionError, match="float16"):
-        crop_mix_normalise(
+        crop_mix_normalize(
             images, good, size=8, mean=MEAN, scale=SCALE, weights=None, dtype=torch.float16
         )
 

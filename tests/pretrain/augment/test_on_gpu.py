@@ -15,12 +15,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pretrain.augment import on_cpu
-from pretrain.augment.augmentation import Augmentation, Normalisation, kernels
+from pretrain.augment.augmentation import Augmentation, Normalization, kernels
 from pretrain.augment.crops import resample, resample_levels
 from pretrain.config import AugmentSettings
 from tests import forked
 from tests.pretrain.augment.pictures import batch_of, make, pictures
-from tests.pretrain.augment.test_augmentation import CIFAR, COLOURS, FLOATS, PAPER_A, RESIZED
+from tests.pretrain.augment.test_augmentation import CIFAR, COLORS, FLOATS, PAPER_A, RESIZED
 from tests.pretrain.augment.test_on_cpu import MEAN, SCALE, plain_mix, random_boxes
 
 AREA = AugmentSettings(crop_scale=(0.4, 1.0), crop_interpolation="area", mixup_alpha=0.8)
@@ -46,18 +46,18 @@ def crops() -> None:
             "area": area,
             "size": size,
         }
-        found, weights = kernels().crop_mix_normalise(
-            images, boxes, colours_23=torch.tensor([MEAN, SCALE]), **how
+        found, weights = kernels().crop_mix_normalize(
+            images, boxes, colors_23=torch.tensor([MEAN, SCALE]), **how
         )
         assert found.is_contiguous() and torch.equal(
             weights, torch.from_numpy(how["weights"]).float()
         )
         plain = plain_mix(resample(images, boxes, size=size, area=area), how["weights"])
         torch.testing.assert_close(found.double(), plain, rtol=0, atol=1e-5)
-        before, _ = kernels().crop_mix_normalise(
+        before, _ = kernels().crop_mix_normalize(
             images,
             boxes,
-            colours_23=torch.tensor([MEAN, SCALE]),
+            colors_23=torch.tensor([MEAN, SCALE]),
             **how | {"weights": how["weights"][1:]},
         )
         each = plain_mix(resample(images, boxes, size=size, area=area), None)
@@ -65,13 +65,13 @@ def crops() -> None:
         torch.testing.assert_close(
             before.double(), own * each[1:] + (1 - own) * each[:-1], rtol=0, atol=1e-5
         )
-        of_cpu = on_cpu.crop_mix_normalise(
+        of_cpu = on_cpu.crop_mix_normalize(
             images, boxes, mean=MEAN, scale=SCALE, dtype=torch.float32, **how
         )
         torch.testing.assert_close(found, of_cpu, rtol=0, atol=1e-4)
         if size <= 64:
             cubic = None if area else np.arange(count) % 2 == 0
-            levels, _ = kernels().crop_mix_normalise(
+            levels, _ = kernels().crop_mix_normalize(
                 images, boxes, size=size, area=area, cubic=cubic, levels=True
             )
             assert torch.equal(
@@ -87,7 +87,7 @@ def recipes() -> None:
         batch = batch_of(pictures(6, 20), np.arange(6))
         if settings.mixes_previous:  # one image more than is asked for
             batch = replace(batch, mix_keys=batch.mix_keys[1:])
-        plain, ours = (make(settings, normalisation=COLOURS, dtype=dtype) for _ in range(2))
+        plain, ours = (make(settings, normalization=COLORS, dtype=dtype) for _ in range(2))
         plain._on_cpu = plain._in_one_pass = False
         ours._on_cpu, ours._kernels, ours._in_one_pass = (
             False,
@@ -148,11 +148,11 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_there(
         "MIXING": ["levels", "pairs", "previous"].index(kernel),
     }
     constants |= {"AREA": False, "CUBIC": levels, "LEVELS": levels}
-    constants |= {"NORMALISED": not levels, "BLOCK": 512}
+    constants |= {"NORMALIZED": not levels, "BLOCK": 512}
     signature = {
         "images": "*u8",
         "boxes": "*fp32",
-        "colours": "*fp32",
+        "colors": "*fp32",
         "out": "*u8" if levels else "*bf16",
     }
     signature |= dict.fromkeys(("count", "stored", "size", "blocks"), "i32")
@@ -183,7 +183,7 @@ def test_on_a_gpu_that_is_fake_nothing_is_waited_for(settings: AugmentSettings, 
             settings,
             seed=3,
             image_size=16,
-            normalisation=Normalisation(*COLOURS),
+            normalization=Normalization(*COLORS),
             device=torch.device("cuda", 0),
             dtype=torch.bfloat16,
         )

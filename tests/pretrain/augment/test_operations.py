@@ -1,8 +1,8 @@
 """Every operation against timm's on PIL pictures, and whole drawn plans against timm's operations
 one after the other.
 
-Equal bit for bit, but for grey: Pillow-SIMD rounds it one level off Pillow (and us) in 0.2 % of
-colours. That moves COLOR by at most one level there, and the mean brightness that CONTRAST starts
+Equal bit for bit, but for gray: Pillow-SIMD rounds it one level off Pillow (and us) in 0.2 % of
+colors. That moves COLOR by at most one level there, and the mean brightness that CONTRAST starts
 from by at most one.
 """
 
@@ -93,8 +93,8 @@ def test_an_operation_equals_timms(operation: Operation, height: int, width: int
             )
             found = ours(stored, one_for_all(len(stored), operation, strength, cubic=cubic))
             apart = np.abs(found.astype(int) - expected)
-            greyish = operation in (Operation.COLOR, Operation.CONTRAST)
-            assert apart.max() <= greyish, (strength, cubic, apart.max())
+            grayish = operation in (Operation.COLOR, Operation.CONTRAST)
+            assert apart.max() <= grayish, (strength, cubic, apart.max())
             assert (apart > 0).mean() <= (0.002 if operation is Operation.COLOR else 0.0), (
                 strength,
                 cubic,
@@ -144,7 +144,7 @@ def test_a_drawn_plan_equals_timms_operations_one_after_the_other(policy: str) -
                     picture, Operation(operation), plan.strengths_LB[layer, row], **how
                 )
         exact += bool((found[row] == picture).all())
-        # Where grey was rounded otherwise, a later SOLARIZE or EQUALIZE can carry one level far:
+        # Where gray was rounded otherwise, a later SOLARIZE or EQUALIZE can carry one level far:
         # few values, no more.
         assert (found[row] != picture).mean() < 0.02, (row, plan.operations_LB[:, row])
     assert exact > 0.8 * len(stored)
@@ -178,5 +178,5 @@ def test_the_policy_for_cifar_is_torchvisions(monkeypatch: pytest.MonkeyPatch, s
         expected = np.asarray(theirs(Image.fromarray(picture)))
         apart = np.abs(found[row].astype(int) - expected)
         exact += bool((apart == 0).all())
-        assert (apart > 3).mean() < 0.02, (row, theirs.policies[chains[row]])  # grey, see above
+        assert (apart > 3).mean() < 0.02, (row, theirs.policies[chains[row]])  # gray, see above
     assert exact > 0.7 * len(stored)

@@ -118,8 +118,8 @@ def test_cards_old_and_new_are_read_and_strange_keys_are_not(tmp_path: Path) -> 
     assert read(config_of(card) | {"num_features": 6, "global_pool": "avg"}) == card
     path = str(tmp_path / "config.json")
     with fails("unknown-format", path) as caught:
-        read(config_of(card) | {"licence": "mit"})
-    assert "licence" in caught.value.problem
+        read(config_of(card) | {"license": "mit"})
+    assert "license" in caught.value.problem
     with fails("missing-path", path):
         read({"architecture": "mixer_b16_224", "pretrained_cfg": {}})
     with fails("unknown-format", path):

@@ -192,7 +192,7 @@ def test_a_damaged_record_of_a_run_is_named_with_the_remedy(
 def test_the_run_of_another_verb_and_a_dataset_are_named_as_such(
     tmp_path: Path, shapes: Path
 ) -> None:
-    (tmp_path / CONFIG_FILE).write_text("pretrained: runs/m\nneighbours: [3]\n")
+    (tmp_path / CONFIG_FILE).write_text("pretrained: runs/m\nneighbors: [3]\n")
     with another_run("is a run of finetune knn"):
         check_settings(tmp_path, settings_with())
     with another_run("is a dataset"):

@@ -14,7 +14,7 @@ from data_prep.images import ImageSpec, convert
 from data_prep.images.jpeg import aspects_of
 from data_prep.manifest import load_manifest
 from finetune.predict.predict import Predictor
-from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalization
 from pretrain.config import AugmentSettings, PixelOrder
 from pretrain.data.datasets import Part
 from pretrain.data.loader import evaluation_batches
@@ -66,12 +66,12 @@ def test_evaluation_sees_what_timm_sees_of_the_files(
     paths = sorted(files.rglob("*.jpg"), key=lambda path: str(path.relative_to(files)))
     timms = create_transform(56, is_training=False, crop_pct=crop_pct, interpolation="bicubic")
     expected = torch.stack([timms(upright(path)) for path in paths])
-    normalisation = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    normalization = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     augmentation = Augmentation(
         AugmentSettings(crop_interpolation="bicubic", eval_crop=crop_pct),
         seed=0,
         image_size=56,
-        normalisation=normalisation,
+        normalization=normalization,
         device=torch.device("cpu"),
         dtype=torch.float32,
     )

@@ -75,7 +75,7 @@ def test_block_shuffle_reads_few_blocks_at_a_time() -> None:
     order = Order(6400, 1, "block", 64, 4)
     _, samples = order.locate(np.arange(6400))
     for window in np.split(samples, 25):
-        # 4 blocks of 64 neighbours, shifted as one: at most 5 aligned blocks each
+        # 4 blocks of 64 neighbors, shifted as one: at most 5 aligned blocks each
         assert len(np.unique(window // 64)) <= 8
 
 
@@ -226,7 +226,7 @@ def test_weights_are_reduced_and_refused_where_64_bits_cannot_tell_them_apart() 
             mixture_weights(weights, sizes)
 
 
-def test_values_are_uniform_and_uncorrelated_between_neighbours() -> None:
+def test_values_are_uniform_and_uncorrelated_between_neighbors() -> None:
     drawn = uniform(5, np.arange(200_000))
     counts, _ = np.histogram(drawn, bins=50, range=(0, 1))
     assert ((counts - 4000) ** 2 / 4000).sum() < 110  # 49 degrees of freedom

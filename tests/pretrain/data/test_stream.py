@@ -244,7 +244,7 @@ def test_a_command_that_breaks_is_begun_again_behind_what_it_has_given(
     script.write_text("exit 7")
     with (
         reading(f"pipe:sh {script} --key=secret", shuffle="none") as (_, batches),
-        pytest.raises(remote.RemoteError, match=r"^pipe:sh .*ended with 7") as failed,
+        pytest.raises(remote.RemoteError, match=r"^pipe:sh .*exit code 7") as failed,
     ):
         next(batches)
     assert "secret" not in str(failed.value)
@@ -302,7 +302,7 @@ def test_what_cannot_be_used_is_noted_counted_and_replaced(tmp_path: Path) -> No
     ]
     bad = [
         {"__key__": "cut", "jpg": member(9, "JPEG")[:-40], "cls": 1},
-        {"__key__": "unlabelled", "png": member(9), "json": {"species": 3}},
+        {"__key__": "unlabeled", "png": member(9), "json": {"species": 3}},
         {"__key__": "beyond", "png": member(9), "cls": CLASSES},
         {"__key__": "two", "png": member(9), "jpg": member(9, "JPEG"), "cls": 1},
         {"__key__": "none", "cls": 1},
@@ -316,7 +316,7 @@ def test_what_cannot_be_used_is_noted_counted_and_replaced(tmp_path: Path) -> No
         json.loads(line) for line in log.read_text().splitlines()
     ]  # once for each, in whatever order threads finish
     assert {line["key"]: line["reason"].partition(":")[0] for line in lines} == {
-        "cut": "truncated", "unlabelled": "no_label", "beyond": "bad_label", "two": "several_images", "none": "no_image",
+        "cut": "truncated", "unlabeled": "no_label", "beyond": "bad_label", "two": "several_images", "none": "no_image",
     }  # fmt: skip
     assert "set data.label=json:FIELD" in log.read_text() and ".json has species" in log.read_text()
     good_samples = [

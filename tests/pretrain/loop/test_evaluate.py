@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from data_prep.build.merge import write_annotation
 from data_prep.manifest import DatasetError, load_manifest
-from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalization
 from pretrain.config import AugmentSettings
 from pretrain.data.datasets import Part
 from pretrain.data.reader import ShardReader, Unreadable
@@ -31,7 +31,7 @@ AUGMENTATION = Augmentation(
     AugmentSettings(),
     seed=0,
     image_size=16,
-    normalisation=Normalisation((0.5, 0.5, 0.5), (0.2, 0.2, 0.2)),
+    normalization=Normalization((0.5, 0.5, 0.5), (0.2, 0.2, 0.2)),
     device=torch.device("cpu"),
     dtype=torch.float32,
 )

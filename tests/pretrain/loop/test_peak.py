@@ -66,7 +66,9 @@ def test_a_reading_holds_the_achieved_operations_against_the_peak() -> None:
     assert reading["usage/images_per_s"] == 128 and reading["usage/teraflops"] == pytest.approx(
         0.384
     )
-    assert reading["usage/mfu"] == pytest.approx(0.5) and reading["usage/data_wait_share"] == 0.25
+    assert (
+        reading["usage/mfu"] == pytest.approx(0.5) and reading["usage/data_wait_fraction"] == 0.25
+    )
     assert 0.01 < reading["usage/peak_rss_gb"] < 1000
     scores = Scores(top1=0.412, top5=0.7, loss=2.1, num_samples=10)
     assert (

@@ -40,9 +40,9 @@ def sparse(**fields: Any) -> SparseMlpSpec:
     return SparseMlpSpec(kind="sw_mlp", **{"num_channels": 3, "depth": 2, **fields})
 
 
-def in_colour(form: Literal["monarch", "kronecker"]) -> StructuredMlpSpec:
+def in_color(form: Literal["monarch", "kronecker"]) -> StructuredMlpSpec:
     return StructuredMlpSpec(
-        kind="structured", form=form, num_rows=5, num_columns=7, greyscale=False
+        kind="structured", form=form, num_rows=5, num_columns=7, grayscale=False
     )
 
 
@@ -74,8 +74,8 @@ VARIANTS: dict[str, tuple[AnySpec, int]] = {
         8,
     ),
     "masked, hidden layer": (sparse(density=0.3, storage="masked", expansion=2.0), 8),
-    "Monarch, in colour": (in_colour("monarch"), 8),
-    "Kronecker, in colour": (in_colour("kronecker"), 8),
+    "Monarch, in color": (in_color("monarch"), 8),
+    "Kronecker, in color": (in_color("kronecker"), 8),
 }
 
 

@@ -81,7 +81,7 @@ def images(count: int = 6) -> Tensor:
     )
 
 
-def normalised(
+def normalized(
     x_BM: Tensor, state: dict[str, Tensor], name: str, *, norm: str, training: bool
 ) -> Tensor:
     if norm == "none":
@@ -119,7 +119,7 @@ def by_the_paper(
         if not skip_every or number % skip_every == 0:
             before = z
         norm = functools.partial(
-            normalised, state=state, name=f"{block}.norm", norm=spec.norm, training=training
+            normalized, state=state, name=f"{block}.norm", norm=spec.norm, training=training
         )
         z = norm(z) if spec.norm_place == "before" else z
         if spec.bottleneck == "inverted":
@@ -152,7 +152,7 @@ def test_the_model_and_its_gradients_are_the_papers_formula(
     torch.testing.assert_close(logits, expected[:, spec.width :])
     signs = images()[
         :, 0, 0, :3
-    ]  # a sum of batch-normalised numbers would be the same for any weights
+    ]  # a sum of batch-normalized numbers would be the same for any weights
     gradients = [
         torch.autograd.grad((y * signs).sum(), [*weights.values()])
         for y in (logits, expected[:, spec.width :])
@@ -213,7 +213,7 @@ def test_dropout_scales_what_it_keeps_and_only_in_training(
 
 
 @pytest.mark.parametrize("norm", [BatchNorm1d, BatchNorm2d])
-def test_bf16_weights_beside_fp32_statistics_normalise_as_fp32_does(
+def test_bf16_weights_beside_fp32_statistics_normalize_as_fp32_does(
     norm: type[BatchNorm1d | BatchNorm2d],
 ) -> None:
     size = (6, 5) if norm is BatchNorm1d else (6, 5, 3, 3)

@@ -182,7 +182,7 @@ def test_an_empty_row_column_and_matrix() -> None:
 
 @pytest.mark.parametrize("density", [0.003, 0.3, 0.9])
 def test_connections_are_independent_draws(density: float) -> None:
-    """Mean and variance of the counts in rows and in columns are those of binomials, neighbours
+    """Mean and variance of the counts in rows and in columns are those of binomials, neighbors
     know nothing of each other."""
     torch.manual_seed(0)
     connections = draw_connections(2000, num_outputs=1500, density=density)

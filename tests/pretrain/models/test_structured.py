@@ -57,13 +57,13 @@ def test_a_layer_is_its_dense_matrix(form: str) -> None:
 
 
 @FORMS
-@pytest.mark.parametrize("greyscale", [True, False])
-def test_the_model_is_the_papers_formula(form: str, greyscale: bool) -> None:
+@pytest.mark.parametrize("grayscale", [True, False])
+def test_the_model_is_the_papers_formula(form: str, grayscale: bool) -> None:
     model = build_model(
-        spec(form, greyscale=greyscale), num_classes=3, image_size=H, seed=0
+        spec(form, grayscale=grayscale), num_classes=3, image_size=H, seed=0
     ).double()
     x = torch.randn(2, 3, H, H, dtype=torch.float64)
-    rows = x.sum(1) / 3 if greyscale else torch.cat([x[:, 0], x[:, 1], x[:, 2]], dim=2)
+    rows = x.sum(1) / 3 if grayscale else torch.cat([x[:, 0], x[:, 1], x[:, 2]], dim=2)
     matrices = [
         dense(form, dict(layer.named_parameters()), rows=rows_in, out=(S, C))
         for layer, rows_in in ((model.stem, H), (model.blocks[0].linear, S))

@@ -15,7 +15,7 @@ from pretrain.checkpoints.run import list_checkpoints
 from pretrain.config import DataSettings
 from pretrain.data.datasets import load_training_data
 from pretrain.tracking.pictures import draw_filters, strongest_filters
-from pretrain.tracking.run_tags import datasets_of, shown_command, slurm_tags, with_note
+from pretrain.tracking.run_tags import datasets_of, shown_command, slurm_tags, target_of, with_note
 from tests.training import finish, start, write_config
 
 
@@ -73,7 +73,12 @@ def test_the_journal_has_what_a_researcher_looks_for(run_dir: Path) -> None:
             told.setdefault(name, []).append(event["step"])
     for name in ("loss", "gradient_norm", "lr", "samples", "bad_samples"):
         assert told[f"train/{name}"] == [2, 4, 6], name
-    for name in ("usage/images_per_s", "usage/mfu", "usage/data_wait_share", "usage/peak_rss_gb"):
+    for name in (
+        "usage/images_per_s",
+        "usage/mfu",
+        "usage/data_wait_fraction",
+        "usage/peak_rss_gb",
+    ):
         assert told[name] == [2, 4, 6], name
     assert told["eval/top1"] == told["eval/top5"] == told["eval/loss"] == [3, 6]
     assert [event["status"] for event in events(run_dir, "end")] == ["FINISHED"]
@@ -96,9 +101,9 @@ def test_pictures_are_those_of_the_batch_and_of_the_weights(run_dir: Path) -> No
 
 def test_the_strongest_filters_come_first() -> None:
     weight = torch.zeros(3, 3 * 2 * 2)
-    weight[0, 0] = -1.0  # a colour at the upper left; the other colours have 0 there
+    weight[0, 0] = -1.0  # a color at the upper left; the other colors have 0 there
     weight[1, :] = 2.0
-    weight[2, [3, 11]] = torch.tensor([1.0, -3.0])  # two colours at the lower right
+    weight[2, [3, 11]] = torch.tensor([1.0, -3.0])  # two colors at the lower right
     filters = strongest_filters(weight, side=2, count=2)
     np.testing.assert_array_equal(filters, [[[2, 2], [2, 2]], [[0, 0], [0, -3]]])
 
@@ -137,6 +142,12 @@ def test_a_start_on_slurm_says_its_job_and_its_nodes(monkeypatch: pytest.MonkeyP
     } | slurm_tags()
     note = with_note(tags, title="T", run_dir=Path("/r"))["mlflow.note.content"]
     assert note == "T\n\nIn `/r`, by `pretrain train x`, code abc; on SLURM: job 15_3 on n[1-2]"
+
+
+def test_fashion_mnist_is_not_called_mnist(shapes: Path) -> None:
+    source = {"kind": "mnist", "variant": "fashion"}
+    manifest = load_manifest(shapes).model_copy(update={"source": source})
+    assert target_of(manifest) == manifest.name
 
 
 def test_datasets_are_named_with_their_digest_and_a_summary(shapes: Path) -> None:

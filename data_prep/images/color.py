@@ -32,12 +32,12 @@ def to_rgb(image: Image.Image, *, rawmode: str = "") -> Image.Image:
     if mode.startswith("I;16") or (mode == "I" and image.format == "PPM"):  # PGM of 16 bits
         values = np.asarray(image).astype(np.uint32)
         tags = getattr(image, "tag_v2", {})
-        grey = (values >> max(tags.get(_TIFF_BITS, (16,))) - 8).clip(0, 255)
+        gray = (values >> max(tags.get(_TIFF_BITS, (16,))) - 8).clip(0, 255)
         if tags.get(_TIFF_PHOTOMETRIC) == _TIFF_WHITE_IS_ZERO:  # Pillow inverts 8 bits only
-            grey = 255 - grey
+            gray = 255 - gray
         if isinstance(transparent, int):
-            grey[values == transparent] = 255
-        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
+            gray[values == transparent] = 255
+        return Image.fromarray(gray.astype(np.uint8)).convert("RGB")
     if mode not in MODES:
         raise unknown_levels(image)
     if mode in _LAYERED or (transparent is not None and mode in ("RGB", "L", "1", "P")):
@@ -55,9 +55,9 @@ def unknown_levels(image: Image.Image) -> Rejection:
     return Rejection("unsupported", problem)
 
 
-def _in_8_bits(colour: int | tuple[int, ...], rawmode: str) -> int | tuple[int, ...]:
+def _in_8_bits(color: int | tuple[int, ...], rawmode: str) -> int | tuple[int, ...]:
     """Return a transparent color in 8 bits, as in Pillow's pixels; a PNG gives it in its own
     bits."""
-    if isinstance(colour, tuple):
-        return tuple(part >> 8 for part in colour) if rawmode.endswith("16B") else colour
-    return colour * {"L;2": 85, "L;4": 17}.get(rawmode, 1)
+    if isinstance(color, tuple):
+        return tuple(part >> 8 for part in color) if rawmode.endswith("16B") else color
+    return color * {"L;2": 85, "L;4": 17}.get(rawmode, 1)
