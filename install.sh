@@ -160,7 +160,7 @@ check_driver() {
 from cluster.check import compare_driver, find_driver
 driver = find_driver(os.environ)
 finding = driver and compare_driver(driver, sys.argv[1])
-if finding and finding.fix: print(f"install: warning: {finding.text}. Fix: {finding.fix}", file=sys.stderr)' "$cuda"
+if finding and finding.fix: print(f"install: warning: {finding.text}. Fix: {finding.fix}", file=sys.stderr)' "$cuda" || true
 }
 
 # Write $VENV/torch.lock for BUILD, and set SOURCE to the options for its index.
