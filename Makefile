@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: benchmarks cluster-test demo demos docs docs-lock findings gpu-dry-run gpu-tests launchers scaling-data study test check nightly soak stores lint types arrows tests transfer-data settings format lock clean-demo clean-demos
+.PHONY: benchmarks bounds cluster-test demo demos docs docs-lock findings gpu-dry-run gpu-tests launchers scaling-data study test check nightly soak stores lint types arrows tests transfer-data settings format lock clean-demo clean-demos
 
 demo: .venv/.installed
 	$(BIN)/python demo.py
@@ -72,15 +72,31 @@ test: .venv/.dev
 	$(MAKE) --no-print-directory lint arrows
 	$(MAKE) --no-print-directory -j 2 types tests # types use the cores that are idle while pytest starts
 
+QUICK := "not processes and not slow and not nightly and not soak and not stores and not benchmarks"
 # Runs format, lint, types, imports, and the tests without a mark.
 check: .venv/.dev
 	$(MAKE) --no-print-directory lint types arrows
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not processes and not slow and not nightly and not soak and not stores and not benchmarks"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m $(QUICK)
 
 # Runs long tests and those with other tools: SLURM on this machine (as root; apt-get install slurm-wlm munge slurmdbd mariadb-server),
 # every page of docs, wheels, compilers.
 nightly: .venv/.dev
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m nightly $(ARGS)
+
+# Tests the version bounds of pyproject.toml: installs the lowest allowed versions of direct dependencies on Python 3.11, or the newest
+# versions on Python 3.13, into .venv/bounds. requirements.lock and [tool.uv] do not apply. Then it runs the tests of `make check` and
+# tests/distributed. `make bounds` tests both ends. `make bounds-lowest PYTHON=/path/to/python` uses another Python.
+bounds: bounds-lowest bounds-highest
+bounds-lowest: PYTHON ?= 3.11
+bounds-highest: PYTHON ?= 3.13
+bounds-lowest bounds-highest: UV ?= $(or $(wildcard $(BIN)/uv),uv)
+bounds-lowest bounds-highest: bounds-%:
+	$(UV) venv --clear --python $(PYTHON) .venv/bounds
+	$(UV) pip install --no-config --python .venv/bounds --resolution $(subst lowest,lowest-direct,$*) --all-extras --group dev -r pyproject.toml
+	$(UV) pip install --no-config --python .venv/bounds --no-deps --editable .
+	.venv/bounds/bin/python -m tests.reference_pages
+	.venv/bounds/bin/python -m pytest -q -n 2 --dist loadfile -m $(QUICK) $(ARGS)
+	.venv/bounds/bin/python -m pytest -q tests/distributed $(ARGS)
 
 # Runs the random tests with SOAK seeds each, from SOAK_SEED on: more kills, more mutants. pytest prints both; set them to repeat a run.
 SOAK ?= 20

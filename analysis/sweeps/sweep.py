@@ -157,7 +157,9 @@ def places_of(
     normal = data[data.mixing == NORMAL].drop_duplicates(alike)[[*alike, "error"]]
     data = data.merge(normal, on=alike, how="left", suffixes=("", "_normal"))
     is_permuted = data.mixing.notna() & (data.mixing != NORMAL)
-    data["seeds"] = data[SEED].astype(object).fillna("").astype(str).agg(" ".join, axis=1)
+    data["seeds"] = (
+        data[SEED].astype(object).where(data[SEED].notna(), "").astype(str).agg(" ".join, axis=1)
+    )
     data["minus_normal"] = (data.error - data.error_normal).where(is_permuted)
     places = (
         data.groupby(PLACE, sort=False)

@@ -78,7 +78,7 @@ def entries_of(results: pd.DataFrame) -> pd.DataFrame:
     data = data.assign(
         column=data.benchmark.where(is_known, data.target),
         model=data.model.fillna("?") + neighbors,
-        is_augmented=is_augmented.fillna(False).astype(bool),
+        is_augmented=is_augmented.eq(True),
         length=data.length.fillna(""),
         start=data.start.fillna(""),
         top1=100 * (1 - data.error.astype(float)),
