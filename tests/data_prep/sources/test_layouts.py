@@ -106,7 +106,7 @@ DAMAGES: list[tuple[Layout, str, bytes | None, str]] = [
     (STL10, "test_y.bin", bytes([1, 2, 0, 3]), "in record 2"),
     (STL10, "test_y.bin", bytes([1, 2, 10, 11]), "in record 3"),
     (STL10, "class_names.txt", b"", "no class names"),
-    (STL10, "class_names.txt", b"a\na\n", "or one twice"),
+    (STL10, "class_names.txt", b"a\na\n", "one of them twice"),
     (STL10, "class_names.txt", b"\xff\n", "class_names.txt"),
     (STL10, "fold_indices.txt", b"0 1\n" * 9, "9 lines, but 10 folds are published"),
     (STL10, "fold_indices.txt", b"0 12\n" * 10, "fold_indices.txt"),
