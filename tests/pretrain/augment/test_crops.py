@@ -81,6 +81,13 @@ def test_levels_equal_pils_within_one(size: int) -> None:
     assert np.mean(differing) < 0.02
 
 
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """Compile before the clock of the first test starts: numba has no cache in a new environment."""
+    on_cpu.crop(pictures(1, 8), whole_boxes(1, 8), size=8, area=True)
+
+
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("stored", [32, 40, 64, 96, 100])
 def test_area_equals_opencvs_within_one_level(stored: int) -> None:
     """On whole pictures and on boxes, of which one side may be enlarged and the other shrunk: by

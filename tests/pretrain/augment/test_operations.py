@@ -65,7 +65,7 @@ def theirs(
     strengths = [] if operation <= Operation.INVERT else [strength]
     if Operation.POSTERIZE <= operation <= Operation.SOLARIZE_ADD:
         strengths = [int(strength)]
-    if operation is Operation.POSTERIZE and strengths == [0]:  # an error in Pillow 13
+    if operation is Operation.POSTERIZE and strengths[0] < 1:  # an error in Pillow 13
         return np.zeros_like(picture)
     return np.asarray(TIMM[operation](Image.fromarray(picture), *strengths, **how))
 
