@@ -111,7 +111,7 @@ def install(
     root: Path, *words: str, index: str = "", build: str = "", pillow: str = "", **settings: str
 ) -> subprocess.CompletedProcess[str]:
     """Run install.sh. It asks no other index than that on loopback."""
-    kept = {key: value for key, value in os.environ.items() if key.partition("_")[0] != "PIP"}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "UV_"))}
     environment = kept | {
         "CUDA": build,
         "PILLOW": pillow,
