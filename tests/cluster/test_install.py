@@ -119,6 +119,7 @@ def install(
         "UV_DEFAULT_INDEX": index,
         "UV_NO_CACHE": "1",
         "UV_NO_CONFIG": "1",
+        "UV_HTTP_RETRIES": "0",
         "PIP_CONFIG_FILE": os.devnull,
         "PIP_NO_CACHE_DIR": "1",
         **settings,
