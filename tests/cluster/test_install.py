@@ -111,7 +111,7 @@ def install(
     root: Path, *words: str, index: str = "", build: str = "", pillow: str = "", **settings: str
 ) -> subprocess.CompletedProcess[str]:
     """Run install.sh. It asks no other index than that on loopback."""
-    kept = {key: value for key, value in os.environ.items() if key.partition("_")[0] != "PIP"}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "UV_"))}
     environment = kept | {
         "CUDA": build,
         "PILLOW": pillow,
@@ -119,6 +119,7 @@ def install(
         "UV_DEFAULT_INDEX": index,
         "UV_NO_CACHE": "1",
         "UV_NO_CONFIG": "1",
+        "UV_HTTP_RETRIES": "0",
         "PIP_CONFIG_FILE": os.devnull,
         "PIP_NO_CACHE_DIR": "1",
         **settings,
