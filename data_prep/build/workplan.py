@@ -5,8 +5,8 @@
     OUT/PARTS/order-SPLIT.npy  rows of the inventory in the order in which they are packed
     OUT/PARTS/NAME.json        record of a finished shard (shards.py)
 
-The plan depends only on the config and the source's listing, never on workers or tasks. This file is
-long because these steps of `prepare`, under the lock of OUT, belong together:
+The plan depends only on the config and the source's listing, never on workers or tasks. This file
+is long because these steps of `prepare`, under the lock of OUT, belong together:
 
 1. ask the source for its containers;
 2. reuse an inventory of the same config and unchanged containers; otherwise list everything;
