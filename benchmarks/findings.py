@@ -304,7 +304,7 @@ def slopes(values: pd.DataFrame, x: Sequence[float]) -> "pd.Series[float]":
 
 
 def depth(results: pd.DataFrame) -> list[str]:
-    """Decide "Depth of RP-Mixers"."""
+    """Decide docs/findings/depth.md."""
     errors, rates = errors_and_rates(results, ("mixing", "network"), 50)
     gap = errors["RP"] - errors["normal"]
     weak = weak_arms(errors["normal"]) | weak_arms(errors["RP"])
@@ -353,7 +353,7 @@ def depth(results: pd.DataFrame) -> list[str]:
 
 
 def gain(results: pd.DataFrame) -> list[str]:
-    """Decide "Initial scale of very sparse layers"."""
+    """Decide docs/findings/gain.md."""
     errors, rates = errors_and_rates(results, ("init", "width"), 50)
     data = with_variables(results)[0]
     losses = data.pivot(index="seed", columns=["init", "width"], values="train_loss")
@@ -361,18 +361,18 @@ def gain(results: pd.DataFrame) -> list[str]:
     effect_on_error = errors["spectral"] - errors["default"]
     weak = weak_arms(errors["default"]) & weak_arms(errors["spectral"])
     narrow, middle, _, wide, widest = default
-    rise, difference_of_effects = default[widest] - default[middle], effect[widest] - effect[narrow]
-    on_loss = "effect on the training loss at m = "
+    rise = default[widest] - default[middle]
+    on_loss, on_error = (
+        f"effect on the {name} at m = " for name in ("training loss", "test error")
+    )
+    near = {"equal": 0.05}
     outcomes, decisions = decide(
         [
-            Comparison(rule, words, values, side, arms, equal=equal)
-            for rule, words, values, side, arms, equal in (
-                ("1", f"training loss at m = {widest:,} minus m = {middle:,}", rise, "above", (widest, middle), 0.05),
-                ("2", f"{on_loss}{widest:,}", effect[widest], "below", (widest,), 0.05),
-                ("3", f"{on_loss}{wide:,}", effect[wide], "below", (wide,), 0.05),
-                ("4", f"{on_loss}{widest:,} minus m = {narrow:,}", difference_of_effects, "below", (widest, narrow), 0.05),
-                ("5", f"effect on the test error at m = {widest:,}", effect_on_error[widest], "below", (widest,), 1),
-            )
+            Comparison("1", f"training loss at m = {widest:,} minus m = {middle:,}", rise, "above", (widest, middle), **near),
+            Comparison("2", f"{on_loss}{widest:,}", effect[widest], "below", (widest,), **near),
+            Comparison("3", f"{on_loss}{wide:,}", effect[wide], "below", (wide,), **near),
+            Comparison("4", f"{on_loss}{widest:,} minus m = {narrow:,}", effect[widest] - effect[narrow], "below", (widest, narrow), **near),
+            Comparison("5", f"{on_error}{widest:,}", effect_on_error[widest], "below", (widest,)),
         ],
         weak,
     )  # fmt: skip
