@@ -1,4 +1,4 @@
-"""Files that other tools read agree with the package: citation, changelog, hooks and notebook."""
+"""Files that other tools read agree with the package: citation, changelog, workflow and notebook."""
 
 import json
 import os
@@ -27,14 +27,6 @@ def test_citation_and_changelog_have_the_version_and_the_license() -> None:
     assert (citation["version"], citation["license"]) == (__version__, "Apache-2.0")
     versions = re.findall(r"^## \[(.*?)\]", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert versions[0] == __version__
-
-
-def test_the_hook_uses_the_locked_ruff() -> None:
-    (locked,) = re.findall(
-        r"^ruff==(\S+)", (REPOSITORY / "requirements-dev.lock").read_text(), re.MULTILINE
-    )
-    (hooks,) = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())["repos"]
-    assert hooks["rev"] == f"v{locked}"
 
 
 def test_the_workflow_only_calls_the_script_of_ci() -> None:
