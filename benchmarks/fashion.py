@@ -1,7 +1,7 @@
 """Test accuracy on Fashion-MNIST: our MLP and Mixer, and three peers on the same images.
 
-    .venv/bin/python benchmarks/fashion.py         trains, writes RESULTS, prints README's table, draws its figure
-    .venv/bin/python benchmarks/fashion.py --draw  only prints and draws RESULTS
+    .venv/bin/python benchmarks/fashion.py         trains, writes RESULTS, and prints README's table
+    .venv/bin/python benchmarks/fashion.py --show  only prints the table of RESULTS
     .venv/bin/python benchmarks/fashion.py --tune  prints accuracies of the peers' settings on a tenth of train
 
 The peers are scikit-learn's logistic regression and gradient boosting (on means of 2 x 2 pixels).
@@ -29,7 +29,6 @@ from torch.nn.functional import avg_pool2d, cross_entropy, pad
 from cluster.plan_file import load_checked
 from data_prep.manifest import load_manifest
 from data_prep.publish import write_atomic
-from finetune.looks import BLUE, GRAY, PAGE, looks, save
 from finetune.runs import Run, card_of, runs_below
 from pretrain.data.reader import open_split
 from pretrain.models.cost import cost_of
@@ -116,11 +115,11 @@ def fit(name: str, setting: float, seed: int, dataset: str, split: str) -> Mappi
 
 
 def run_all(commands: Mapping[str, Sequence[str]], kept: Path) -> dict[str, dict[str, Any]]:
-    """Run the commands that have no result in `kept`, two at a time. Return CPU minutes of each
-    command and the output of peers."""
+    """Run the commands that have no result in `kept` or no run, two at a time. Return CPU minutes
+    of each command and the output of peers."""
     kept.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    done = {row["name"]: row for row in rows}
+    done = {row["name"]: row for row in rows if "top1" in row or (RUNS / row["name"]).exists()}
     left = [name for name in commands if name not in done]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     running: dict[int, tuple[str, subprocess.Popen[str]]] = {}
@@ -179,7 +178,7 @@ def train() -> None:
 def facts_of(run: Run) -> tuple[Any, ...]:
     card = card_of(run.directory)
     assert card is not None
-    name = f"{run.name.partition('-')[0]} ({card.model.label})"
+    name = f"{run.name.partition('-')[0]} ({card.model.label.removeprefix('Mixer ')})"
     size = cost_of(card.model, num_classes=10, image_size=32).num_parameters
     return name, run.settings["train"]["seed"], run.top1, size
 
@@ -199,28 +198,11 @@ def lines_of(results: pd.DataFrame) -> list[str]:
     for name in results.groupby("model")["top1"].mean().sort_values(ascending=False).index:
         rows = results[results["model"] == name]
         top1, size = 100 * rows["top1"], rows["parameters"].iloc[0]
-        spread = f" ± {top1.std():.2f}" if len(rows) > 1 else ""
-        facts = (f"{len(rows)}", "-" if np.isnan(size) else f"{size:,.0f}")
-        lines.append((name, f"{top1.mean():.2f}{spread}", *facts, f"{rows['minutes'].mean():.1f}"))
-    return markdown(("model", "test accuracy, %", "seeds", "parameters", "minutes"), lines)
-
-
-def draw(results: pd.DataFrame, path: Path) -> None:
-    """Draw the figure: a row for each model, a dot for each seed."""
-    from matplotlib.figure import Figure
-
-    means = 100 * results.groupby("model")["top1"].mean().sort_values()
-    with looks():
-        axes = (figure := Figure(figsize=(PAGE, 1.9))).subplots()
-        for height, (name, mean) in enumerate(means.items()):
-            top1 = 100 * results.loc[results["model"] == name, "top1"]
-            color = BLUE if "(" in str(name) else GRAY
-            axes.plot(top1, [height] * len(top1), "o", color=color, alpha=0.6)
-            end = (top1.max(), height)
-            axes.annotate(f"{mean:.1f} %", end, (6, -3), textcoords="offset points")
-        axes.set(yticks=range(len(means)), yticklabels=means.index, xlabel="test accuracy, %")
-        axes.margins(x=0.1, y=0.15)
-        save(figure, path)
+        spread = f" ± {top1.std():.1f}" if len(rows) > 1 else ""
+        parameters = "-" if np.isnan(size) else f"{size:,.0f}"
+        minutes = f"{rows['minutes'].mean():.1f}"
+        lines.append((name, f"{top1.mean():.1f}{spread}", parameters, minutes))
+    return markdown(("model", "test accuracy, %", "parameters", "minutes"), lines)
 
 
 if __name__ == "__main__":
@@ -230,8 +212,6 @@ if __name__ == "__main__":
         sys.exit()
     if "--tune" in sys.argv:
         sys.exit(tune())
-    if "--draw" not in sys.argv:
+    if "--show" not in sys.argv:
         train()
-    results = pd.read_csv(RESULTS)
-    print(*lines_of(results), sep="\n")
-    draw(results, HERE.parent / "docs/fashion_mnist.png")
+    print(*lines_of(pd.read_csv(RESULTS)), sep="\n")

@@ -1,7 +1,6 @@
 """README's first result: its table has the committed results."""
 
 import importlib
-from pathlib import Path
 from types import ModuleType
 
 import pandas as pd
@@ -16,13 +15,9 @@ def fashion(benchmarks: None) -> ModuleType:
     return importlib.import_module("fashion")
 
 
-def test_readme_has_the_table_of_the_results(fashion: ModuleType, tmp_path: Path) -> None:
-    if not fashion.RESULTS.exists():
-        pytest.skip("not yet run: .venv/bin/python benchmarks/fashion.py")
+def test_readme_has_the_table_of_the_results(fashion: ModuleType) -> None:
     results, page = pd.read_csv(fashion.RESULTS), (REPOSITORY / "README.md").read_text()
     assert "\n".join(fashion.lines_of(results)) in page
-    fashion.draw(results, drawn := tmp_path / "drawn.png")
-    assert drawn.stat().st_size > 10_000
 
 
 def test_a_row_is_the_mean_and_deviation_over_seeds(fashion: ModuleType) -> None:
@@ -35,8 +30,8 @@ def test_a_row_is_the_mean_and_deviation_over_seeds(fashion: ModuleType) -> None
         }
     )
     assert fashion.lines_of(made)[2:] == [
-        "| two | 92.00 ± 2.00 | 3 | 1,000 | 2.0 |",
-        "| one | 90.00 | 1 | - | 1.0 |",
+        "| two | 92.0 ± 2.0 | 1,000 | 2.0 |",
+        "| one | 90.0 | - | 1.0 |",
     ]
 
 
