@@ -61,7 +61,7 @@ def kernels() -> ModuleType:
 
 
 class Normalization(NamedTuple):
-    """Channel mean and standard deviation on the scale 0..1."""
+    """Mean and standard deviation of each color channel, for images on the scale 0..1."""
 
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
@@ -144,7 +144,6 @@ class Augmentation:
         )
 
     def _permuted_levels(self, batch: Batch, order_P: Tensor) -> Tensor:
-        """Permute the pixels of images in the model's size."""
         images, (boxes, cubic) = self._move(batch.images_BHWC), self._plain_boxes(batch, fraction=1)
         if not self._are_complete(boxes, stored=images.shape[1]):
             images = self._resampled(images, boxes, cubic=cubic, levels=True)
@@ -240,8 +239,8 @@ class Augmentation:
         return Prepared(self._normalize(pictures).to(self.dtype), self._move(batch.labels_B))
 
     def _plain_boxes(self, batch: Batch, *, fraction: float) -> tuple[Boxes, Flags | None]:
-        """Return the central square of each image, with `fraction` of its side. If the filter is
-        cubic, also return True for each image."""
+        """Return the central square of each image, with `fraction` of its shorter side, and a mask
+        of the images to resize with a cubic filter (None for the bilinear filter)."""
         settings, count = self.settings, len(batch.images_BHWC)
         boxes = central_boxes(batch.images_BHWC.shape[1], _aspects(batch), fraction=fraction)
         return boxes, np.ones(count, bool) if settings.plain_filter == "bicubic" else None
@@ -252,7 +251,8 @@ class Augmentation:
         return stored == self.image_size and bool((extents == stored).all())
 
     def _cropped(self, batch: Batch, draws: Draws) -> Tensor:
-        """Crop, flip and auto-augment: float (B, C, O, O) on the scale 0..255."""
+        """Return cropped, flipped and auto-augmented images: float (B, C, O, O) on the scale
+        0..255."""
         settings, images_BHWC = self.settings, self._move(batch.images_BHWC)
         count, stored = images_BHWC.shape[:2]
         boxes = draw_boxes(settings, draws, stored_size=stored, aspects_B=_aspects(batch))

@@ -159,8 +159,8 @@ def _most_taps(ratio: float) -> int:
 
 
 def _words(images_BHWC: Tensor, *, spare: int) -> tuple[Words, Words, int]:
-    """Return 8-byte words that begin at each byte of the images, and of a padded copy of the last
-    images. Also return the number of copied images.
+    """Return 8-byte words that begin at each byte of the images, the same for a padded copy of the
+    last images, and the number of copied images.
 
     A load may read `spare` bytes after its image. These bytes are multiplied by zero.
     """

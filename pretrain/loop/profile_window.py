@@ -43,7 +43,7 @@ class ProfileWindow:
         return self._profiler is not None and step == self._steps[-1]
 
     def close(self) -> None:
-        """Write the trace, if one was begun. A full disk does not end the run."""
+        """Write the trace if the profiler has run. A full disk does not end the run."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
