@@ -2,10 +2,9 @@
 
 The images equal `resample` (bilinear, or INTER_AREA), MixUp and normalization in float32. Nearly
 all weights in the matrix products of `resample` are zero; these loops use only the other weights,
-in one pass. Images per CPU second, 64 px crop to bfloat16 (256 to 224 px): 61,000 (4,200); matrix
-products 5,400 (190); Pillow-SIMD 8,000 (840).
+in one pass. At 64 px they process 61,000 images per CPU second, and the matrix products 5,400.
 
-The two neighbors of a MixUp pair are made together, one output row at a time:
+The two neighbors of a MixUp pair are computed together, one output row at a time:
 
 1. Resize the source rows of the output row across, into a ring of a few planar float rows. One
    8-byte load reads two RGB neighbors of an output pixel, so the code needs little-endian and spare

@@ -1,8 +1,8 @@
-"""Apply a plan of operations to images. In each layer, the images of one kind of operation are
-gathered, changed together and written back.
+"""Apply a plan of operations to images. In each layer, all images with the same operation
+are gathered, changed together and written back.
 
-The host assigns the operations to images, and copies all numbers of a plan at once. No sum depends
-on an order, so an image does not depend on its batch.
+The host assigns the operations to images, and copies all numbers of a plan at once. No result
+depends on the order of a sum, so an image does not depend on its batch.
 
 Colors change in integer levels 0..255, rounded as in PIL. Most color operations are lookups in
 tables of levels. The tables of some operations (`FIXED`) are known on the host; other tables depend

@@ -72,8 +72,8 @@ class ModelCard(PixelOrder):
             return None
         return (
             f"{dataset}: its images were made square by {own[0]} and {own[1]}, the training images"
-            f" of the weights by {known[0]} and {known[1]}. Unless the original images are squares of"
-            f" {manifest.image_size} px, build the dataset with crop={known[0]}"
+            f" of the weights by {known[0]} and {known[1]}. Unless the original images are squares"
+            f" of {manifest.image_size} px, build the dataset with crop={known[0]}"
             f" interpolation={known[1]}"
         )
 

@@ -1,4 +1,4 @@
-"""Write, read and remove the files of a checkpoint, and make models of them.
+"""Write, read and remove the files of a checkpoint, and make models from them.
 
 The first rank publishes a checkpoint, in the background (writer.py):
 1. It writes the four files into a temporary directory, then sha256.json.
@@ -14,7 +14,7 @@ temporary name, and the next attempt removes them.
 Retention rules keep the newest checkpoints, the best by evaluation, and
 steps at multiples of a length. No checkpoint
 is removed before a newer one is published. trainer.json holds the best evaluation for resumed runs.
-best.json is for people and scripts, and names the best published checkpoint.
+
 
 Tensors are hashed while they are written, so no file is read again. Reading and
 writing report their progress, so a slow file system is not mistaken for a hang.
@@ -315,7 +315,7 @@ def save_folder(directory: Path, *, card: ModelCard, weights: Mapping[str, Tenso
     """Write a checkpoint without the files for a resume. All commands read it like a run. timm
     reads it as `local-dir:DIRECTORY` or, once uploaded, as `hf-hub:USER/NAME`.
 
-    `weights`: a state_dict of the card's model. The directory appears complete, and replaces an
+    `weights`: a state_dict of the card's model. The directory appears atomically, and replaces an
     earlier one.
     """
     with torch.device("meta"):

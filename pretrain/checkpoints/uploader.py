@@ -34,8 +34,7 @@ class EventLog(Protocol):
     """Event log of a run. Any thread may call it."""
 
     def metrics(self, values: dict[str, float], *, step: int) -> None: ...
-    def sync(self) -> None:
-        """Write all events to disk."""
+    def sync(self) -> None: ...
 
 
 class Uploader:

@@ -1,9 +1,9 @@
 """The update of ZeRO stages 1 and 2 on the device, without waits of the host.
 
 The engine calls this update instead of DeepSpeed's step, which waits for two numbers and passes
-over memory four times more. DeepSpeed still does the backward passes and the reduction.
+over memory four times more.
 
-1. The reduction has left the averaged gradients of each flat shard as a list of tensors.
+1. DeepSpeed's reduction has left the averaged gradients of each flat shard as a list of tensors.
 2. The ranks exchange one number to compute the norm over all shards.
 3. The gradients are multiplied by `share`. `share` is 1 (less with clipping), or NaN if the norm
    is not finite.

@@ -100,7 +100,7 @@ def evaluate(
     assert size + skipped == reader.num_samples, (size, skipped, reader.num_samples)
     if size == 0:
         place = str(reader.parts[0].directory)
-        problem, fix = "no image of the split decodes", f"run data_prep verify {place}"
+        problem, fix = "no image of the split can be decoded", f"run data_prep verify {place}"
         raise DatasetError(place, problem, fix, code="damaged")
     are_unequal = any(part.content.largest_class is not None for part in reader.parts)
     return Scores(

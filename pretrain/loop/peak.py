@@ -91,7 +91,7 @@ def measured_peak(device: torch.device, *, precision: str) -> Peak:
         if on_gpu:
             torch.cuda.synchronize(device)
         best_s = min(best_s, time.perf_counter() - start_s)
-    return Peak(2 * side**3 / best_s / 1e12, f"measured, product of {side} x {side}")
+    return Peak(2 * side**3 / best_s / 1e12, f"measured with products of {side} x {side} matrices")
 
 
 @dataclass

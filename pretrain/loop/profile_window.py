@@ -17,8 +17,8 @@ from pretrain.ranks.world import World
 
 
 class ProfileWindow:
-    """Call `begin_step` before each step. Call `close` after the step of `is_last`, and after the
-    loop."""
+    """Profiler of the steps in `tracking.profile`. Call `begin_step` before each step. Call `close`
+    after the step of `is_last`, and after the loop."""
 
     def __init__(self, window: str | None, run_dir: Path, *, world: World, device: torch.device):
         self._steps = parse_window(window) if window else range(0)

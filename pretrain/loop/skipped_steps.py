@@ -24,8 +24,6 @@ MAX_WRITTEN = 50
 
 
 class TooManySkippedSteps(UserError):  # noqa: N818
-    """Training has diverged, or the data is broken."""
-
     of_all_ranks = True
 
 
@@ -49,7 +47,6 @@ class SkippedSteps:
         """True if a rank has written the samples of the latest steps that were skipped in a row."""
 
     def go_on(self, *, total: int, in_a_row: int) -> None:
-        """Continue from the counts of a checkpoint."""
         self.total, self.in_a_row = total, in_a_row
 
     def note(self, step: int, agreed: Agreed) -> None:
@@ -67,7 +64,7 @@ class SkippedSteps:
             return
         fix = (
             "set engine.precision=bf16, or a lower optimizer.lr, in another run_dir. The gradients"
-            " overflow in fp16 at every loss scale, and no sample causes it"
+            " overflow in fp16 at every loss scale, whatever the sample"
         )
         if self._are_named:
             fix = (

@@ -77,7 +77,7 @@ class Task(ABC):
     """Differences between pretraining and fine-tuning."""
 
     name: RecordedTask = "pretrain"
-    """Task in the run's record."""
+    """Name of the task in the run's record."""
     parent_key: str | None = None
     """Key of the parent run in tracking databases, if `parent_dir` has none."""
     parent_dir: Path | None = None
@@ -410,7 +410,7 @@ def restore(trainer: Trainer, task: Task) -> TrainerState:
         if trainer.data.settings.stream:
             notes += "; the stream begins again, in another order"
         if is_command(trainer.data.settings.dataset):
-            notes += "; data.dataset: its command has the recorded hash"
+            notes += "; the command in data.dataset has the recorded hash"
         print(f"{run}: resuming from {place.name if own else place}{notes}")
         if before is not None and now is not None and before != now:
             print(

@@ -44,7 +44,7 @@ class Moment:
             self.event.record()
 
     def seconds_since(self, earlier: "Moment") -> float:
-        """Return the seconds between two moments in the past."""
+        """Return the seconds since `earlier`. Both moments must have passed."""
         if self.event is None or earlier.event is None:
             return self._now_s - earlier._now_s
         return float(earlier.event.elapsed_time(self.event)) / 1000
@@ -61,7 +61,6 @@ class Agreed:
     """Number of ranks that voted to stop."""
     num_bad: int
     own_loss: float
-    """This rank's own loss."""
     applied: bool = True
     """True if the step was applied on all ranks."""
 

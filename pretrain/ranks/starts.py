@@ -53,7 +53,7 @@ def has_lost_run() -> bool:
 
 
 def check_owner() -> None:
-    """Raise UserError if another attempt has taken over a run of this process."""
+    """Raise UserError if `has_lost_run`."""
     if has_lost_run():
         problem = "a newer attempt has taken over the run, so this attempt publishes nothing more"
         raise UserError("run_dir", problem, "let the newer attempt finish", code="busy")
@@ -109,7 +109,11 @@ def _lock_newest(
         elif holder is not None and _is_over(holder):
             if is_held(lock)[1] != holder or _is_superseded(lock):
                 continue  # another attempt got the lock while SLURM was asked
-            print(f"{who}; SLURM reports that it is over. Taking over", file=sys.stderr, flush=True)
+            print(
+                f"{who}; SLURM reports that the attempt is over. Taking over",
+                file=sys.stderr,
+                flush=True,
+            )
             lock.with_name(f"{int(lock.name) + 1:04}").mkdir(exist_ok=True)
         else:
             problem = f"attempt {int(lock.name)} holds the run ({holder or 'unknown'})"

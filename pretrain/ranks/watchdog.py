@@ -369,7 +369,9 @@ class Watchdog:
         now_s = time.monotonic()
         if now_s - self._looked_s > 2 * self._interval_s:
             if has_lost_run():
-                write_error(f"{self._me}: a newer attempt has taken over the run; this one ends\n")
+                write_error(
+                    f"{self._me}: a newer attempt has taken over the run; this attempt ends\n"
+                )
                 os._exit(1)
             PROGRESS.excuse(now_s - self._looked_s)
             for wire in self._wires.values():

@@ -22,7 +22,6 @@ class World:
     num_cores: int = 1
     """Number of CPU cores of this rank."""
     num_local_ranks: int = 1
-    """Number of ranks on this node."""
     num_slurm_gpus: int = 0
     """Number of GPUs of this node that SLURM gave to its ranks, or 0 if the ranks are not SLURM
     tasks."""

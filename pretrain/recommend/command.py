@@ -67,7 +67,7 @@ def recommend(options: argparse.Namespace) -> int:
         if directory.resolve() == place.resolve():
             directory = Path("data") / f"{name}-dataset"
         if directory.resolve().is_relative_to(place.resolve()):
-            problem = f"the dataset {directory} would be among the images"
+            problem = f"the dataset {directory} would be inside the image folder"
             raise UserError(str(place), problem, elsewhere, code="bad-value")
         check_place(directory, field="dataset", remedy=elsewhere)
         code = _build(options, directory, card=card)

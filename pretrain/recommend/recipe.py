@@ -41,11 +41,11 @@ _MODELS = (
 _ON_GPUS = {
     "local_batch": "auto",
     "width_reason": (
-        "grows with the images: Wi-256, Wi-512 from 20,000 on, Wi-1024 from 200,000, B-12 from 2"
-        " million"
+        "grows with the number of images: Wi-256, Wi-512 from 20,000 on, Wi-1024 from 200,000,"
+        " B-12 from 2 million"
     ),
     "precision": "bf16",
-    "precision_reason": "GPUs are built for it",
+    "precision_reason": "the fastest type on GPUs",
 }
 _ON_CPUS = {
     "width_reason": "Wi-256, or Wi-512 from 20,000 images on: CPUs are too slow for more",

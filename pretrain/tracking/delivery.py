@@ -139,7 +139,6 @@ class Delivery:
         write_json(Position.path(self.run_dir), asdict(self.position))
 
     def _run_id(self) -> str:
-        """Return the id of the MLflow run. Create the run if it is missing."""
         if self.position.run_id is None:
             self.position.run_id = self.store.open_run(self.identity)
             self.position.status = "RUNNING"

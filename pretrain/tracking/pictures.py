@@ -1,5 +1,4 @@
-"""Images of a run: the model's input, and the filters of its first layer. Drawing takes
-milliseconds.
+"""Images of a run: the model's input, and the filters of its first layer.
 
 A neuron of the first layer is a filter over the complete image (MLP) or over one patch (Mixer,
 SW-MLP). Scaling MLPs shows that an MLP's filters become local. Other models have no such layer.

@@ -22,7 +22,6 @@ from pretrain.ranks.launch import LAUNCHED_WITH
 from pretrain.tracking.node import describe_hardware
 
 LABEL_COLUMN = 2
-"""Column of the label in a shard's index."""
 DIGEST_LENGTH = 32
 """Number of digits of a content hash in MLflow's datasets, where at most 36 fit. The run's
 parameters have all 64."""

@@ -9,8 +9,7 @@ to it (queue.py). The file is made in a temporary directory of this node,
 because hundreds of small writes take long on a shared file system.
 
 MLflow migrates a database piece by piece, outside a transaction, so an older file is never migrated
-silently. The error names the remedy: the event logs of the runs contain everything, and can fill a
-new file.
+silently.
 """
 
 import json
@@ -57,7 +56,6 @@ _COLUMNS = (
 )
 """Columns on MLflow's page of runs."""
 _VIEW = "accuracies"
-"""Name under which MLflow stores these columns."""
 _METRICS_AT_ONCE, _PARAMS_AT_ONCE = 1000, 100
 
 
@@ -191,7 +189,8 @@ class Store:
             if error.error_code in _MAY_PASS:
                 raise
             print(
-                f"model {name!r}: the registry does not accept it ({error}), so it is skipped",
+                f"model {name!r}: the registry does not accept it ({error}), so the version is"
+                " skipped",
                 file=sys.stderr,
                 flush=True,
             )
@@ -270,7 +269,7 @@ def _unusable(path: Path, fault: str) -> UserError:
         str(path),
         f"MLflow cannot use this database ({fault})",
         f"mkdir {old} && mv {path}* {old}; then `pretrain sync RUN` for every run of {path.parent}"
-        " fills a new one from the event logs",
+        " fills a new database from the event logs",
         code="damaged",
     )
 

@@ -112,7 +112,7 @@ class RunIdentity(Settings):
         try:
             return RunIdentity.model_validate_json(path.read_bytes())
         except ValidationError:
-            fix = "restore or remove it; without it, tracking shows the run as a new one"
+            fix = "restore or remove it; without the file, tracking shows a new run"
             raise UserError(str(path), "the file is damaged", fix, code="damaged") from None
 
 
@@ -189,7 +189,7 @@ class Tracker:
             try:
                 save_sheet(draw(), path)
             except (OSError, UserError) as error:
-                problem = f"cannot be written ({error}). Training continues without it"
+                problem = f"cannot be written ({error}). Training continues without the image"
                 print(f"tracking: {path}: {problem}", file=sys.stderr)
             else:
                 place = str(path.resolve())
@@ -288,7 +288,7 @@ class _Deliverer(threading.Thread):
         if process is not None and self.is_alive():
             process.kill()  # it is stuck in the client of the database
             self.join(STUCK_S)
-            return "no reply of the database"
+            return "no reply from the database"
         os.close(self._read_end)
         if process is None:
             return "no start"
