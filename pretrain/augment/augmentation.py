@@ -2,8 +2,8 @@
 
 The order is timm's: crop, flip, auto-augment (in integer levels, as PIL), normalize, random
 erasing, MixUp or CutMix. All random numbers are hashes of (seed, epoch, sample) or of the mixed
-pair, so images do not depend on rank, worker or resume. All implementations
-give equal integer levels; other images agree within the rounding of a matrix product.
+pair, so images do not depend on rank, worker or resume. All implementations give equal integer
+levels; other images agree within the rounding of a matrix product.
 
 The papers' recipe (crop, flip, MixUp, normalize) is one pass: compiled loops on a CPU (on_cpu.py),
 a kernel on a GPU (on_gpu.py). The kernel also resizes for other recipes.

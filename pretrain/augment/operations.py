@@ -1,5 +1,5 @@
-"""Apply a plan of operations to images. In each layer, all images with the same operation
-are gathered, changed together and written back.
+"""Apply a plan of operations to images. In each layer, all images with the same operation are
+gathered, changed together and written back.
 
 The host assigns the operations to images, and copies all numbers of a plan at once. No result
 depends on the order of a sum, so an image does not depend on its batch.

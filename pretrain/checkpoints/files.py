@@ -11,13 +11,12 @@ The first rank publishes a checkpoint, in the background (writer.py):
 A crash at any point leaves the newest published checkpoint complete. Incomplete files have a
 temporary name, and the next attempt removes them.
 
-Retention rules keep the newest checkpoints, the best by evaluation, and
-steps at multiples of a length. No checkpoint
-is removed before a newer one is published. trainer.json holds the best evaluation for resumed runs.
+Retention rules keep the newest checkpoints, the best by evaluation, and steps at multiples of a
+length. No checkpoint is removed before a newer one is published. trainer.json holds the best
+evaluation for resumed runs.
 
-
-Tensors are hashed while they are written, so no file is read again. Reading and
-writing report their progress, so a slow file system is not mistaken for a hang.
+Tensors are hashed while they are written, so no file is read again. Reading and writing report
+their progress, so a slow file system is not mistaken for a hang.
 """
 
 import hashlib

@@ -5,8 +5,8 @@ A run is found by its key (`RunIdentity.run_key`), a model version by the hash o
 method raises the errors of MLflow; `Store.fault_of` describes them in one line.
 
 If no server is named, the database is an SQLite file next to the runs. One process at a time writes
-to it (queue.py). The file is made in a temporary directory of this node,
-because hundreds of small writes take long on a shared file system.
+to it (queue.py). The file is made in a temporary directory of this node, because hundreds of small
+writes take long on a shared file system.
 
 MLflow migrates a database piece by piece, outside a transaction, so an older file is never migrated
 silently.
