@@ -354,8 +354,8 @@ def _finish_rounded(
 
 
 def _scratch(size: int, taps: int) -> Scratch:
-    """Allocate the working memory of two images. Inside `_augment`, compiling this takes seconds
-    longer."""
+    """Allocate the working memory of two images. Inside `_augment`, this code would take
+    seconds longer to compile."""
     ring, rows = np.zeros((2, taps, 3 * size), np.float32), np.zeros((2, 3 * size), np.float32)
     return (
         ring,

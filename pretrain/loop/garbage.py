@@ -14,7 +14,7 @@ COLLECT_EVERY_STEPS = 50
 
 @contextmanager
 def fixed_collection() -> Iterator[None]:
-    """Turn automatic collection off inside the block, and never check existing objects again."""
+    """Turn automatic collection off inside the block. Later collections skip existing objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     gc.collect()

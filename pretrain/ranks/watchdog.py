@@ -91,7 +91,8 @@ class Wire:
         self._buffer = b""
 
     def send(self, line: bytes) -> None:
-        """Send a line. If the peer reads nothing, drop the line: its silence will be noticed."""
+        """Send a line. If the peer does not read, drop the line: the watchdog will notice the
+        peer's silence."""
         try:
             self.is_open &= self.socket.send(line) == len(line)
         except BlockingIOError:
@@ -214,7 +215,7 @@ class Watchdog:
             self._begin()
 
     def stop(self) -> None:
-        """Say goodbye, so that this rank can end without an alarm."""
+        """Send a goodbye, so that this rank can end without an alarm."""
         self._leave({"bye": True})
 
     def blame(self, error: BaseException) -> None:

@@ -104,8 +104,8 @@ class Delivery:
         self._is_checked = False
 
     def deliver(self) -> None:
-        """Send all complete lines, the status and the files. On an error of the database, keep the
-        position of all delivered bytes and raise the error."""
+        """Send all complete lines, the status and the files. On an error of the database, store the
+        position after the delivered bytes and raise the error."""
         with open(self.run_dir / JOURNAL, "rb") as journal:
             self._check_position(journal)
             while lines := _complete_lines(journal, self.position.offset):

@@ -28,7 +28,7 @@ parameters have all 64."""
 
 
 def run_tags(*, dataset: str, target: str, model: str) -> dict[str, str]:
-    """Return the tags of every run, without the note (`with_note`)."""
+    """Return the tags of every run, without the note (see `with_note`)."""
     return {
         "mlflow.source.name": shown_command(sys.argv),
         "mlflow.source.type": "LOCAL",
@@ -94,7 +94,7 @@ def slurm_tags() -> dict[str, str]:
 
 
 KNOWN = ("cifar", "stl10", "tinyimagenet", "mnist", "imagenet1k", "imagenet21k")
-"""Source kinds that always are the same dataset, whatever its name."""
+"""Source kinds with a single dataset, however it is named."""
 
 
 def target_of(manifest: Manifest) -> str:
