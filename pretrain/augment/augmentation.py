@@ -238,8 +238,8 @@ class Augmentation:
         return Prepared(self._normalize(pictures).to(self.dtype), self._move(batch.labels_B))
 
     def _plain_boxes(self, batch: Batch, *, fraction: float) -> tuple[Boxes, Flags | None]:
-        """Return the central square of each image, with `fraction` of its shorter side, and a mask
-        of the images to resize with a cubic filter (None for the bilinear filter)."""
+        """Return the central square of each image, with `fraction` of its shorter side. Also return
+        a mask of the images to resize with a cubic filter, or None for the bilinear filter."""
         settings, count = self.settings, len(batch.images_BHWC)
         boxes = central_boxes(batch.images_BHWC.shape[1], _aspects(batch), fraction=fraction)
         return boxes, np.ones(count, bool) if settings.plain_filter == "bicubic" else None

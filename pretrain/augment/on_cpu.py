@@ -158,8 +158,8 @@ def _most_taps(ratio: float) -> int:
 
 
 def _words(images_BHWC: Tensor, *, spare: int) -> tuple[Words, Words, int]:
-    """Return 8-byte words that begin at each byte of the images, the same for a padded copy of the
-    last images, and the number of copied images.
+    """Return 8-byte words that begin at each byte of the images. Also return such words of a padded
+    copy of the last images, and the number of copied images.
 
     A load may read `spare` bytes after its image. These bytes are multiplied by zero.
     """
@@ -354,8 +354,8 @@ def _finish_rounded(
 
 
 def _scratch(size: int, taps: int) -> Scratch:
-    """Allocate the working memory of two images. Inside `_augment`, this code would take
-    seconds longer to compile."""
+    """Allocate the working memory of two images. Inside `_augment`, this code would take seconds
+    longer to compile."""
     ring, rows = np.zeros((2, taps, 3 * size), np.float32), np.zeros((2, 3 * size), np.float32)
     return (
         ring,

@@ -89,11 +89,11 @@ TIMM_MIXERS = {
     (32, 24, 1024): "mixer_l32_224",
     (16, 24, 1024): "mixer_l16_224",
 }
-"""timm's Mixers by (patch size, blocks, channels). timm takes image size and widths as arguments.
+"""Mixers of timm by (patch size, blocks, channels). timm takes image size and widths as arguments.
 """
 
 TIMM_TRANSFORM = ("interpolation", "crop_pct", "crop_mode")
-"""timm's settings that define how images are made square."""
+"""Settings of timm that define how images are made square."""
 
 _TIMM_KEYS = (
     "architecture",

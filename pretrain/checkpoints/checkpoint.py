@@ -46,7 +46,7 @@ class Checkpoint:
     directory: Path
     card: ModelCard
     hashes: Mapping[str, str]
-    """sha256 by file name, or {} for a folder without hashes."""
+    """Hashes (sha256) by file name, or {} for a folder without hashes."""
     origin: str = ""
     """Name of weights from the hub (hf-hub:USER/NAME@COMMIT), or "" for other weights."""
 
@@ -154,7 +154,7 @@ class Checkpoint:
 
     @cached_property
     def sha256(self) -> str:
-        """sha256 of the weights. Records identify weights by this hash."""
+        """Hash (sha256) of the weights. Records identify weights by this hash."""
         return self.hashes.get(MODEL) or sha256_of(self.directory / MODEL)
 
     @property

@@ -2,8 +2,8 @@
 tensors by parameter name.
 
 This file depends on one private part of DeepSpeed: the flat tensors that the wrapped optimizer
-updates, and the position of each parameter in the flat tensors. The file works for every stage,
-with and without offload, and does not import deepspeed.
+updates, and the positions of parameters in them. The file works for every stage, with and without
+offload, and does not import deepspeed.
 
 Reading: the first rank gathers the ranks' shards in pieces, and copies the pieces into (pinned)
 host memory. The other ranks need no extra memory. Writing: each rank takes its own elements out of

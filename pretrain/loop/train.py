@@ -425,8 +425,8 @@ def agreed_checkpoint(
     run_dir: Path, world: World, *, device: torch.device, remote: Remote | None = None
 ) -> Checkpoint | None:
     """Return the newest complete checkpoint. All ranks agree on it, and one rank of each node
-    verifies it. Without a remote, the nodes must share RUN. With a remote, the first rank chooses
-    and the other nodes fetch."""
+    verifies it. Without a remote, the nodes must share RUN. If there is a remote, the first rank
+    chooses and the other nodes fetch."""
 
     def newest_here() -> Checkpoint | None:
         if remote is not None:

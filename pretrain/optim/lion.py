@@ -1,7 +1,7 @@
 """The Lion optimizer.
 
 In fp32 on a CPU a step is one compiled loop that reads or writes 5 numbers per weight. torch's
-operations move 17 to 20 numbers per weight. With 2 cores, 50 million weights take 58 ms instead of
+operations move 17 to 20 numbers per weight. On 2 cores, 50 million weights take 58 ms instead of
 320 ms. All implementations give the same bits.
 """
 

@@ -5,7 +5,7 @@ SIGTERM and SIGUSR2 come from SLURM (preemption, time limit), SIGHUP from a clos
 from Ctrl-C. data_prep/interrupts.py answers Ctrl-C and a second Ctrl-C.
 
 A wait that may never end (for data of a lost server) calls `result` inside `waiting`. A single rank
-gives up such a wait at once, because it is between steps. With several ranks, other ranks may be
+gives up such a wait at once, because it is between steps. If there are several ranks, others may be
 within the step, so no rank can give up by itself. `stuck_wait_s` then reports the length of the
 wait, and the watchdog ends all ranks.
 """
