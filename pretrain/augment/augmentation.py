@@ -2,8 +2,8 @@
 
 The order is timm's: crop, flip, auto-augment (in integer levels, as PIL), normalize, random
 erasing, MixUp or CutMix. All random numbers are hashes of (seed, epoch, sample) or of the mixed
-pair, so images do not depend on rank, worker or resume. Integer levels agree bit for bit, other
-images within the rounding of a matrix product.
+pair, so images do not depend on rank, worker or resume. All implementations give equal integer
+levels; other images agree within the rounding of a matrix product.
 
 The papers' recipe (crop, flip, MixUp, normalize) is one pass: compiled loops on a CPU (on_cpu.py),
 a kernel on a GPU (on_gpu.py). The kernel also resizes for other recipes.
@@ -54,14 +54,13 @@ def pixel_order(seed: int, *, size: int) -> Tensor:
 
 
 def kernels() -> ModuleType:
-    """Import the GPU kernels and Triton."""
     from pretrain.augment import on_gpu
 
     return on_gpu
 
 
 class Normalization(NamedTuple):
-    """Channel mean and standard deviation on the scale 0..1."""
+    """Mean and standard deviation of each color channel, for images on the scale 0..1."""
 
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
@@ -144,7 +143,6 @@ class Augmentation:
         )
 
     def _permuted_levels(self, batch: Batch, order_P: Tensor) -> Tensor:
-        """Permute the pixels of images in the model's size."""
         images, (boxes, cubic) = self._move(batch.images_BHWC), self._plain_boxes(batch, fraction=1)
         if not self._are_complete(boxes, stored=images.shape[1]):
             images = self._resampled(images, boxes, cubic=cubic, levels=True)
@@ -240,8 +238,8 @@ class Augmentation:
         return Prepared(self._normalize(pictures).to(self.dtype), self._move(batch.labels_B))
 
     def _plain_boxes(self, batch: Batch, *, fraction: float) -> tuple[Boxes, Flags | None]:
-        """Return the central square of each image, with `fraction` of its side. If the filter is
-        cubic, also return True for each image."""
+        """Return the central square of each image, with `fraction` of its shorter side. Also return
+        a mask of the images to resize with a cubic filter, or None for the bilinear filter."""
         settings, count = self.settings, len(batch.images_BHWC)
         boxes = central_boxes(batch.images_BHWC.shape[1], _aspects(batch), fraction=fraction)
         return boxes, np.ones(count, bool) if settings.plain_filter == "bicubic" else None
@@ -252,7 +250,8 @@ class Augmentation:
         return stored == self.image_size and bool((extents == stored).all())
 
     def _cropped(self, batch: Batch, draws: Draws) -> Tensor:
-        """Crop, flip and auto-augment: float (B, C, O, O) on the scale 0..255."""
+        """Return cropped, flipped and auto-augmented images: float (B, C, O, O) on the scale
+        0..255."""
         settings, images_BHWC = self.settings, self._move(batch.images_BHWC)
         count, stored = images_BHWC.shape[:2]
         boxes = draw_boxes(settings, draws, stored_size=stored, aspects_B=_aspects(batch))

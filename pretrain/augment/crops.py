@@ -25,8 +25,8 @@ Flags = NDArray[np.bool_]
 
 _CROP_TRIES = 10
 _LEVEL_BITS = 15
-"""Fractional bits of a weight. A sum of up to 1.3 (cubic) times 8-bit pixels then fits float32's 24
-bits."""
+"""Fractional bits of a fixed-point weight. Float32's 24 bits then hold a sum of weights (up to 1.3
+for cubic) times 8-bit pixels."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def central_boxes(size: int, aspects_B: Floats, *, fraction: float) -> Boxes:
 
 
 def _largest(size: int, ratio_B: Floats, *, fraction: float = 1.0) -> tuple[Floats, Floats]:
-    """Return integer width and height of the largest box of that aspect ratio."""
+    """Return integer width and height of the largest boxes with these aspect ratios."""
     sides = np.minimum(1.0, ratio_B), np.minimum(1.0, 1 / ratio_B)
     width, height = (np.maximum(1.0, np.round(size * fraction * side)) for side in sides)
     return width, height
@@ -65,10 +65,11 @@ def draw_flips(settings: AugmentSettings, draws: Draws) -> Flags:
 def draw_boxes(
     settings: AugmentSettings, draws: Draws, *, stored_size: int, aspects_B: Floats
 ) -> Boxes:
-    """Draw random resized crops as torchvision: ten tries at area and ratio, otherwise the center.
+    """Draw random resized crops as torchvision does: ten tries of area and aspect ratio, then a
+    center crop.
 
-    An image of aspect ratio a is stored as a square. A crop of aspect ratio r has r / a in this
-    square.
+    An image of aspect ratio a is stored as a square. In this square, a crop of aspect ratio r has
+    the ratio r / a.
     """
     flip, count = draw_flips(settings, draws), len(aspects_B)
     if settings.crop_scale is None:
@@ -81,7 +82,11 @@ def draw_boxes(
         np.zeros(count),
         np.arange(count),
     )
-    for tries in (np.arange(1), np.arange(1, 3), np.arange(3, _CROP_TRIES)):  # most fit at once
+    for tries in (
+        np.arange(1),
+        np.arange(1, 3),
+        np.arange(3, _CROP_TRIES),
+    ):  # usually the first try fits
         left_over = draws.of(rows) if tries[0] else draws
         area = stored_size**2 * (low + (high - low) * left_over.uniform(Purpose.CROP_AREA, tries))
         ratio = np.exp(math.log(narrow) + spread * left_over.uniform(Purpose.CROP_RATIO, tries))
@@ -92,7 +97,7 @@ def draw_boxes(
         rows = rows[~found[rows]]
         if not len(rows):
             break
-    # no try fits: the largest center crop of an allowed ratio
+    # if no try fits, take the largest center crop of an allowed ratio
     widest, tallest = _largest(stored_size, np.clip(aspects_B, narrow, wide) / aspects_B)
     height, width = np.where(found, height, tallest), np.where(found, width, widest)
     top = np.floor(draws.uniform(Purpose.CROP_TOP) * (stored_size - height + 1))
@@ -107,7 +112,8 @@ def draw_boxes(
 
 
 def draw_kernels(settings: AugmentSettings, draws: Draws, *, count: int) -> Flags | None:
-    """Return True for each image that is resized with the cubic filter; None if none is."""
+    """Return a mask of the images to resize with the cubic filter, or None if all use the bilinear
+    filter."""
     if settings.crop_interpolation == "random":
         return draws.uniform(Purpose.CROP_KERNEL) < 0.5
     return np.ones(count, bool) if settings.crop_interpolation == "bicubic" else None
@@ -116,7 +122,7 @@ def draw_kernels(settings: AugmentSettings, draws: Draws, *, count: int) -> Flag
 def resample(
     images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None = None, area: bool = False
 ) -> Tensor:
-    """Resize the boxes to `size` pixels: float (B, C, O, O). `area`: use INTER_AREA."""
+    """Resize the boxes to `size` pixels: float (B, C, O, O). `area`: use OpenCV's INTER_AREA."""
     batch, height, width, colors = images_BHWC.shape
     rows_BOH, columns_BOW = _weights(images_BHWC, boxes, size=size, cubic=cubic, area=area)
     pictures_BHWC = images_BHWC.float()
@@ -146,7 +152,7 @@ def resample_levels(
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply without TF32, which the model may use at the same time."""
+    """Multiply matrices without TF32, even if the model uses TF32 at the same time."""
     with products(in_tf32=False) if left.is_cuda else nullcontext():
         return torch.bmm(left, right)
 
@@ -165,8 +171,8 @@ def axis_weights(
     """Return the weights (B, O, stored_size) of an antialiased resize of [start, start + extent) to
     `size` pixels.
 
-    `enlarged_B`: use INTER_AREA; True if either side of an image's box is enlarged. Fixed-point
-    weights have 15 fractional bits, before and after the division by their sum.
+    `enlarged_B`: use INTER_AREA; True for an image if its box is enlarged in width or height.
+    Fixed-point weights have 15 fractional bits, before and after the division by their sum.
     """
     device = start_B.device
     start_B11, extent_B11 = start_B.view(-1, 1, 1), extent_B.view(-1, 1, 1)

@@ -1,8 +1,8 @@
-"""Random numbers of the augmentation: functions of a purpose and an image (seed, epoch, sample) or
-pair.
+"""Random numbers of the augmentation. Each number is a hash of a purpose and an image (seed, epoch,
+sample) or a pair of images.
 
-Nothing has a state, so draws depend on no rank, worker, batch or resume. The numbers of `Purpose`
-belong to a run's identity: a new purpose gets a new number, and no number is used again.
+The generators have no state, so numbers do not depend on ranks, workers, batches or a resume. Give
+each new purpose a new number, and never change or reuse a number: resumed runs depend on it.
 """
 
 from collections.abc import Mapping
@@ -41,13 +41,13 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True)
 class Draws:
-    """Random numbers for every image (or pair) of a batch. Each argument in `more` numbers several
-    draws of one purpose, along an axis of the result."""
+    """Random numbers for every image (or pair) of a batch. Arrays in `more` number several draws of
+    one purpose. Each array adds an axis to the result."""
 
     keys: tuple[ArrayLike, ...]
 
     def uniform(self, purpose: Purpose, *more: ArrayLike) -> Floats:
-        """Draw uniform numbers from [0, 1): (B, *more)."""
+        """Draw uniform numbers from [0, 1) with the shape (B, *more)."""
         return uniform(*self._parts(purpose, more), after=self._after(more))
 
     def normal(self, purpose: Purpose, *more: ArrayLike) -> Floats:
@@ -60,23 +60,22 @@ class Draws:
         return np.floor(self.uniform(purpose, *more) * count).astype(np.int64)
 
     def key(self, purpose: Purpose) -> NDArray[np.int64]:
-        """Return 64 bits per image. The device makes random numbers from them."""
+        """Return a 64-bit key for each image. The device generates random numbers from the key."""
         return hash64(*self._parts(purpose, ()), after=self._hashed).view(np.int64)
 
     def of(self, rows: NDArray[np.int64]) -> "Draws":
-        """Return the random numbers of some of the images."""
+        """Return the random numbers of the images `rows`."""
         return Draws(tuple(np.asarray(key)[rows] if np.ndim(key) else key for key in self.keys))
 
     @cached_property
     def _hashed(self) -> NDArray[np.uint64]:
-        """Hash of the keys."""
         return hash64(*self.keys)
 
     def _after(self, more: tuple[ArrayLike, ...]) -> NDArray[np.uint64]:
         return np.asarray(_with_axes(self._hashed, sum(np.ndim(numbers) for numbers in more)))
 
     def _parts(self, purpose: Purpose, more: tuple[ArrayLike, ...]) -> list[ArrayLike]:
-        """Give each array its own axis, so that shared parts are hashed once."""
+        """Give each array its own axis. Arrays that several images share are hashed once."""
         axes = sum(np.ndim(numbers) for numbers in more)
         parts: list[ArrayLike] = [int(purpose)]
         for numbers in more:
@@ -93,8 +92,8 @@ def _with_axes(numbers: ArrayLike, axes: int) -> ArrayLike:
 def first_that(
     fits: NDArray[np.bool_], *tries: NDArray[Any]
 ) -> tuple[NDArray[np.bool_], list[NDArray[Any]]]:
-    """Return True for each row with a fitting try (the last axis), and the numbers of its first
-    fitting try."""
+    """Return a mask of the rows with a try that fits, and each row's numbers of the first such try.
+    Tries are on the last axis."""
     first = np.expand_dims(fits.argmax(axis=-1), -1)
     return np.asarray(fits.any(axis=-1)), [
         np.take_along_axis(each, first, axis=-1)[..., 0] for each in tries
@@ -102,7 +101,7 @@ def first_that(
 
 
 class BetaTable:
-    """Inverse distribution function of Beta(alpha, alpha) on an even grid."""
+    """Inverse distribution function of Beta(alpha, alpha) on an equally spaced grid."""
 
     def __init__(self, alpha: float):
         self._grid = np.linspace(0, 1, 4097)
@@ -116,8 +115,8 @@ _ALIGNMENT = 16
 
 
 def send(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:
-    """Copy the arrays to the device without synchronization. They become views of one buffer, sent
-    from pinned memory."""
+    """Copy the arrays to the device without synchronization. The results are views of one buffer
+    that was copied from pinned memory."""
     places, end = {}, 0
     for name, array in arrays.items():
         places[name] = end

@@ -70,7 +70,6 @@ def draw_blocks(settings: AugmentSettings, draws: Draws, *, size: int) -> Erased
 
 
 def erase(pictures_BCOO: Tensor, blocks: ErasedBlocks, *, mode: EraseMode) -> Tensor:
-    """Erase the blocks in place."""
     if not len(blocks.rows):
         return pictures_BCOO
     _, colors, size, _ = pictures_BCOO.shape

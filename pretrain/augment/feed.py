@@ -2,9 +2,9 @@
 one pass (`on_device`).
 
 On a CPU the loader's threads augment. On a GPU one more thread (`Ahead`) draws the augmentation of
-the next batches. It queues their copies from pinned memory and their augmentation on a side stream.
-The model's stream waits for an event; the host waits for nothing. Torch's allocator reuses pinned
-buffers only after the copies from them are done.
+the next batches. The thread queues copies from pinned memory, and the augmentation, on a side
+stream. The model's stream waits for an event; the host does not wait. Torch's allocator reuses
+pinned buffers only after their copies are done.
 """
 
 import collections
@@ -23,7 +23,7 @@ from pretrain.data.loader import Batch, Batches, BatchSource, Waits, as_stored
 
 T = TypeVar("T")
 NUM_AHEAD = 2
-"""Batches that the GPU prepares in addition to the one in use."""
+"""Number of batches that the GPU prepares in addition to the current batch."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Fed:
 
 
 class Ahead(Generic[T]):
-    """Results of `make` for batches on a GPU, queued on a side stream `NUM_AHEAD` batches ahead.
+    """Iterator over `make(batch)` for batches on a GPU. A side stream prepares `NUM_AHEAD` results
+    in advance.
 
     Use it as a context manager inside the context manager of the batches.
     """
@@ -46,10 +47,10 @@ class Ahead(Generic[T]):
         *,
         waits: "Waits[tuple[T, torch.cuda.Event]]" = Future.result,
     ):
-        """`waits`: function with which `next` waits for the thread."""
+        """`waits`: function that waits for a future of the thread."""
         self._batches, self._make, self._waits = batches, make, waits
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._device = self._stream.device  # has a number; accelerate's device may lack one
+        self._device = self._stream.device  # with a number, unlike accelerate's device
         # constants of the augmentation may still be copied on the current stream
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._thread = ThreadPoolExecutor(
@@ -97,8 +98,8 @@ def _on_gpu(made: object) -> Iterator[Tensor]:
 
 
 def finish_for(augmentation: Augmentation) -> Callable[[Batch], Any]:
-    """Return the function that the loader's threads apply to each batch. On a CPU it augments the
-    batch."""
+    """Return the function that the loader's threads apply to each batch. On a CPU the function
+    augments the batch."""
     return as_stored if augmentation.device.type == "cuda" else partial(_augmented, augmentation)
 
 
@@ -116,8 +117,8 @@ class Feed:
         *,
         waits: "Waits[tuple[Fed, torch.cuda.Event]]" = Future.result,
     ):
-        """`batches`: batches with `finish=finish_for(augmentation)`. `waits`: function with which
-        `next` waits on a GPU. On a CPU, `next` waits for the loader."""
+        """`batches`: batches with `finish=finish_for(augmentation)`. `waits`: function that waits
+        for a batch on a GPU. On a CPU, the loader waits."""
         self._batches, self._ahead = batches, None
         if augmentation.device.type == "cuda":
             make = partial(_augmented, augmentation)

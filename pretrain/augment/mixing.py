@@ -95,7 +95,7 @@ class PairMixer:
         return torch.lerp(others_BCOO, pictures_BCOO, own_B111), sent["weight"]
 
     def with_partners(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return images (or labels), and the partner with which each is mixed."""
+        """Return the images (or labels) and the partner of each."""
         if self.settings.mixup_pairing == "ffcv":
             return rows[1:], rows[:-1]
         return rows, rows[torch.arange(len(rows), device=rows.device) ^ 1]

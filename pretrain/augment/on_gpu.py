@@ -6,8 +6,7 @@ program makes a block of output pixels from stored uint8 pixels and writes the m
 own image and the previous image. Levels equal torch's bit for bit: divisions are IEEE's and no
 product is fused with a sum. Floats agree within rounding.
 
-The kernel is a custom operator: with fake tensors nothing is launched. Tests run it in Triton's
-interpreter and compile it for a GPU.
+The kernel is a custom operator: with fake tensors nothing is launched.
 """
 
 import math
@@ -49,8 +48,9 @@ def crop_mix_normalize(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the images as on_cpu.py does, and the weights on the GPU.
 
-    `levels`: return integer levels as `resample_levels`. One weight per image: mix pairs of images.
-    One weight less: mix each image except the first with the previous one (`mixup_pairing: ffcv`).
+    `levels`: return integer levels as `resample_levels`. If there is one weight per image, mix
+    pairs of images. If there is one weight fewer, mix each image except the first with the previous
+    image (`mixup_pairing: ffcv`).
     """
     count, side = len(images_BHWC), (size, size)
     mixing = NO_MIXING if weights is None else PAIRS if len(weights) == count else PREVIOUS

@@ -1,13 +1,13 @@
-"""Apply a plan of operations to images. In each layer, the images of one kind of operation are
+"""Apply a plan of operations to images. In each layer, all images with the same operation are
 gathered, changed together and written back.
 
-The host assigns the operations to images, and copies all numbers of a plan at once. No sum depends
-on an order, so an image does not depend on its batch.
+The host assigns the operations to images, and copies all numbers of a plan at once. No result
+depends on the order of a sum, so an image does not depend on its batch.
 
 Colors change in integer levels 0..255, rounded as in PIL. Most color operations are lookups in
-tables of levels. The tables of INVERT, POSTERIZE, SOLARIZE, SOLARIZE_ADD and BRIGHTNESS are known
-on the host; AUTOCONTRAST, EQUALIZE and CONTRAST depend on the image. Every result equals PIL's bit
-for bit, except that Pillow-SIMD rounds gray differently in one color of 500 (COLOR).
+tables of levels. The tables of some operations (`FIXED`) are known on the host; other tables depend
+on the image. Every result equals PIL's bit for bit, except that Pillow-SIMD rounds gray differently
+in one color of 500 (COLOR).
 
 Rotation, shear and translation are one affine sampling with a matrix for each image, in float64 as
 in PIL. The center of each output pixel is mapped into the image. Pixels from outside are filled;
@@ -59,7 +59,7 @@ def apply_plan(pictures_BHWC: Tensor, plan: OperationPlan, *, fill_C: Tensor) ->
 
 
 def _arrays(plan: OperationPlan, layer: int, *, height: int, width: int) -> Arrays:
-    """Return the rows and numbers of each kind that occurs in one step of the plan."""
+    """Return the image rows and the numbers of each kind of operation in one step of the plan."""
     operations, strengths, cubic = (
         plan.operations_LB[layer],
         plan.strengths_LB[layer],
@@ -86,8 +86,8 @@ def _arrays(plan: OperationPlan, layer: int, *, height: int, width: int) -> Arra
 
 
 def _apply_layer(pictures_BHWC: Tensor, sent: dict[str, Tensor], *, fill_C: Tensor) -> None:
-    """Apply one step of the plan. The kinds need no order, because their rows differ. All tables
-    use one lookup."""
+    """Apply one step of the plan. The order of operations does not matter, because each image has
+    one operation. All tables use one lookup."""
 
     def result(name: str, change: Change) -> Tensor:
         return change(pictures_BHWC.index_select(0, sent[name]), sent[f"{name}.known"])
@@ -140,7 +140,6 @@ _FIXED: dict[Operation, Callable[[Floats], NDArray[Any]]] = {
     Operation.BRIGHTNESS: _brightened,
 }
 FIXED = tuple(_FIXED)
-"""Operations whose tables do not depend on the image."""
 
 
 def look_up(pictures_nHWC: Tensor, tables_nCL: Tensor) -> Tensor:
@@ -152,8 +151,8 @@ def look_up(pictures_nHWC: Tensor, tables_nCL: Tensor) -> Tensor:
 
 
 def autocontrast_tables(pictures_nHWC: Tensor, _: Tensor) -> Tensor:
-    """Return tables that map a channel's darkest level to 0 and its lightest to 255. A constant
-    channel is kept."""
+    """Return tables that map a channel's darkest level to 0 and its lightest to 255. Constant
+    channels do not change."""
     low_nC1 = pictures_nHWC.amin(dim=(1, 2)).double().unsqueeze(-1)
     high_nC1 = pictures_nHWC.amax(dim=(1, 2)).double().unsqueeze(-1)
     # 255 / x would be computed as 255 * (1 / x)
@@ -166,7 +165,6 @@ def autocontrast_tables(pictures_nHWC: Tensor, _: Tensor) -> Tensor:
 
 
 def equalize_tables(pictures_nHWC: Tensor, _: Tensor) -> Tensor:
-    """Return tables that equalize the histogram of each channel."""
     count, height, width, colors = pictures_nHWC.shape
     device = pictures_nHWC.device
     places = _table_places(pictures_nHWC).view(-1).long()
@@ -193,14 +191,14 @@ def contrast_tables(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
 
 
 def saturate(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
-    """Interpolate from gray (factor 0) to the image (1), or beyond."""
+    """Interpolate (or extrapolate) from gray (factor 0) to the image (factor 1)."""
     gray_nHW1 = _gray(pictures_nHWC).float().unsqueeze(-1)
     return _blend(gray_nHW1, pictures_nHWC.float(), factors_n.view(-1, 1, 1, 1))
 
 
 def sharpen(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
-    """Interpolate from a smoothed image (factor 0) to the image (1), or beyond. The 3x3 filter has
-    center weight 5 of 13 and keeps the border."""
+    """Interpolate (or extrapolate) from a smoothed image (factor 0) to the image (factor 1). The
+    3x3 filter has center weight 5 of 13 and keeps the border."""
     values = pictures_nHWC.int()
     columns = values[:, :-2] + values[:, 1:-1] + values[:, 2:]
     around = columns[:, :, :-2] + columns[:, :, 1:-1] + columns[:, :, 2:]
@@ -219,7 +217,7 @@ CHANGES: dict[Operation, Change] = {Operation.COLOR: saturate, Operation.SHARPNE
 
 
 def _blend(start: Tensor, end: Tensor, factor: Tensor) -> Tensor:
-    """Interpolate from `start` (0) to `end` (1) and beyond."""
+    """Interpolate (or extrapolate) from `start` (factor 0) to `end` (factor 1)."""
     return (start + factor * (end - start)).clamp_(0, 255).to(torch.uint8)
 
 
@@ -239,7 +237,7 @@ def _table_places(pictures_nHWC: Tensor) -> Tensor:
 _TOGETHER_ON_CPU = 8
 """Number of images changed together: 64 px images that fit in a core's cache."""
 TAPS = {"nearest": range(1), "linear": range(2), "cubic": range(-1, 3)}
-"""Positions of the sampled pixels, relative to the upper left one."""
+"""Positions of the sampled pixels, relative to the upper left sampled pixel."""
 GEOMETRIC = tuple(operation for operation in Operation if operation >= Operation.ROTATE)
 
 

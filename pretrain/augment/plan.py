@@ -1,7 +1,9 @@
-"""Draw the operations, strengths and kernels of a policy for each image of a batch. numpy only.
+"""Draw the operations, strengths and kernels of a policy for each image of a batch, with numpy
+only.
 
-The strengths are timm's functions of the magnitude (torchvision's for the policy `cifar10`). A
-magnitude is normal around the policy's magnitude, or uniform below it, and clipped.
+The strengths are timm's functions of the magnitude (torchvision's for the policy `cifar10`).
+Magnitudes are normal around the policy's magnitude, or uniform from 0 to this magnitude, and then
+clipped.
 
 L layers, B batch.
 """
@@ -19,16 +21,16 @@ from pretrain.auto_augment import FULL_MAGNITUDE, Policy
 
 
 class Operation(IntEnum):
-    """Operations. A comment gives the meaning of the strength."""
+    """Operations. Each comment explains the strength of its operation."""
 
     NONE = 0
     AUTOCONTRAST = 1
     EQUALIZE = 2
     INVERT = 3
-    POSTERIZE = 4  # bits that are kept
-    SOLARIZE = 5  # levels from this one on are inverted
-    SOLARIZE_ADD = 6  # added to levels below 128
-    BRIGHTNESS = 7  # 1 is the unchanged image (also in the next three)
+    POSTERIZE = 4  # number of kept bits
+    SOLARIZE = 5  # lowest inverted level
+    SOLARIZE_ADD = 6  # number added to levels below 128
+    BRIGHTNESS = 7  # 1 does not change the image (also for the next three operations)
     CONTRAST = 8
     COLOR = 9
     SHARPNESS = 10
@@ -79,7 +81,6 @@ def draw_plan(policy: Policy, draws: Draws) -> OperationPlan:
 
 
 def _choose(policy: Policy, draws: Draws) -> NDArray[np.int64]:
-    """Choose a step of the policy for each of an image's operations."""
     count, layers = len(policy.steps), np.arange(policy.num_layers)
     if policy.chained:
         chain_B = draws.integer(Purpose.POLICY_STEP, count // policy.num_layers)

@@ -1,4 +1,5 @@
-"""Checkpoint metadata: config.json next to the weights, for this package and timm. No torch."""
+"""Checkpoint metadata: config.json next to the weights, for this package and timm. This file does
+not import torch."""
 
 import importlib.util
 import json
@@ -26,7 +27,7 @@ class WeightsError(CheckpointError):
 
 
 class ModelCard(PixelOrder):
-    """Metadata that is needed to use weights, and their origin."""
+    """Metadata needed to use weights, and the origin of the weights."""
 
     model: ModelSpec
     image_size: int
@@ -36,28 +37,31 @@ class ModelCard(PixelOrder):
     dataset: str
     """Name of the training data."""
     stream: bool = False
-    """True if trained with data.stream, without exact resumes and without a global shuffle."""
+    """True if the model was trained with data.stream. Such runs have no exact resume and no global
+    shuffle."""
     stored_crop: CropPolicy | None = None
     stored_interpolation: Filter | None = None
-    """Filter that resized the training images to stored squares; None if unknown or not unique."""
+    """Filter that resized the training images to stored squares. None if unknown, or if there were
+    several."""
     stored_size: int | None = None
     """Side of the stored squares in pixels; None if unknown or equal to `image_size`."""
     fed_interpolation: Filter = "bilinear"
     """Filter that resizes stored squares to `image_size`."""
     eval_crop: float = 1.0
-    """Central fraction of the side used in evaluation; timm's crop_pct."""
+    """Central fraction of the image side that evaluation uses (timm's crop_pct)."""
     content_hash: str = ""
     pixels_hash: str = ""
-    """Hash of the training data, and hash of the pixels that readers decode from it."""
+    """`content_hash`: hash of the training data. `pixels_hash`: hash of its decoded pixels."""
     step: int = 0
     run_key: str = ""
-    """Key of the run. Only weights trained by this package have these four fields."""
+    """Key of the run. Only weights trained by this package have content_hash, pixels_hash, step and
+    run_key."""
     origin: str = ""
     """File or repository of imported weights."""
     code_sha256: str = ""
-    """Hash of the code of model.import; "" for other models."""
+    """Hash of the code of model.import, or "" for other models."""
     timm_transform: dict[str, str | float] = Field(default_factory=dict)
-    """Transform of weights imported from timm (interpolation, crop_pct, crop_mode), for timm."""
+    """Interpolation, crop_pct and crop_mode of weights imported from timm, as timm names them."""
 
     def other_pixels(self, manifest: Manifest, *, dataset: str) -> str | None:
         """Return a warning if a dataset's images were made square in another way than the training
@@ -68,14 +72,14 @@ class ModelCard(PixelOrder):
             return None
         return (
             f"{dataset}: its images were made square by {own[0]} and {own[1]}, the training images"
-            f" of the weights by {known[0]} and {known[1]}. If they were not squares of"
-            f" {manifest.image_size} px before, build the dataset with crop={known[0]}"
+            f" of the weights by {known[0]} and {known[1]}. Unless the original images are squares"
+            f" of {manifest.image_size} px, build the dataset with crop={known[0]}"
             f" interpolation={known[1]}"
         )
 
 
 TIMM_ARCHITECTURE = "wide_mlps"
-"""Architecture with which `pretrain.models.timm_names` registers any spec in timm."""
+"""Name under which `pretrain.models.timm_names` registers our models in timm."""
 
 TIMM_MIXERS = {
     (32, 8, 512): "mixer_s32_224",
@@ -85,10 +89,11 @@ TIMM_MIXERS = {
     (32, 24, 1024): "mixer_l32_224",
     (16, 24, 1024): "mixer_l16_224",
 }
-"""Mixers in timm by (patch size, blocks, channels). Image size and widths are their arguments."""
+"""Mixers of timm by (patch size, blocks, channels). timm takes image size and widths as arguments.
+"""
 
 TIMM_TRANSFORM = ("interpolation", "crop_pct", "crop_mode")
-"""Keys with which timm describes how images are made square."""
+"""Settings of timm that define how images are made square."""
 
 _TIMM_KEYS = (
     "architecture",
@@ -103,8 +108,8 @@ _TIMM_KEYS = (
 
 
 def timms_own(card: ModelCard) -> tuple[str, dict[str, Any]] | None:
-    """Return (architecture, arguments) of timm's own model that computes the same; None if timm has
-    none."""
+    """Return (architecture, arguments) of timm's own model that computes the same, or None if timm
+    has no such model."""
     spec, size = card.model, card.image_size
     if not isinstance(spec, MixerSpec) or spec.activation != "gelu":
         return None
@@ -150,7 +155,7 @@ def config_of(card: ModelCard, *, for_plain_timm: bool = False) -> dict[str, Any
 
 
 def read_card(directory: Path) -> ModelCard:
-    """Read the metadata of a directory of weights."""
+    """Read the metadata of a directory of weights. Raise CheckpointError if it cannot be used."""
     path = directory / CONFIG
     try:
         tree = json.loads(path.read_text())
@@ -196,14 +201,14 @@ _SYNSETS = {
 
 
 def is_of_timm(tree: Any) -> bool:
-    """Return True if timm wrote this config.json, not this package."""
+    """Return True if timm wrote this config.json, False if this package did."""
     keys = tree.keys() if isinstance(tree, dict) else set()
     return keys >= {"pretrained_cfg", "architecture"} and "model" not in keys
 
 
 def _card_of_timm(tree: dict[str, Any], *, shapes: dict[str, list[int]]) -> ModelCard:
-    """Return metadata for a folder of timm. Its model has our architecture if we have it, otherwise
-    timm's."""
+    """Return metadata for weights that timm saved. Its model spec is ours if we have the
+    architecture, otherwise timm's."""
     config, name = tree["pretrained_cfg"], tree["architecture"]
     arguments = {
         key: value
@@ -264,7 +269,7 @@ def _mixer_of_timm(name: str, arguments: dict[str, Any]) -> AnySpec | None:
 
 
 def _classes_of_timm(count: int) -> list[str]:
-    """Return names in the order of the classifier; numbers if timm has no list."""
+    """Return the class names in the classifier's order, or numbered names if timm has no list."""
     package = importlib.util.find_spec("timm")  # an import would import torch, too
     if count not in _SYNSETS or package is None or package.origin is None:
         return [f"class_{number:05d}" for number in range(count)]
@@ -273,7 +278,6 @@ def _classes_of_timm(count: int) -> list[str]:
 
 
 def shapes_in(path: Path) -> dict[str, list[int]]:
-    """Return the tensor shapes of a safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     try:

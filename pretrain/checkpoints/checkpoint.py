@@ -1,13 +1,13 @@
-"""Find and verify a checkpoint, and read its metadata once. No torch.
+"""Find and verify a checkpoint, and read its metadata once. This file does not import torch.
 
     RUN/checkpoints/step-00000120/
       model.safetensors        fp32 weights by name
-      config.json              metadata, for us and for timm (card.py)
-      optimizer.safetensors    KIND.NAME
+      config.json              metadata, for this package and timm (card.py)
+      optimizer.safetensors    optimizer state by KIND.NAME
       trainer.json             step, samples consumed, updates, best evaluation (files.py)
       sha256.json              hashes of these four files
     RUN/checkpoints/latest     name of the newest complete checkpoint
-    RUN/checkpoints/best.json  the best evaluation of a checkpoint that exists
+    RUN/checkpoints/best.json  step and accuracy of the best existing checkpoint
 
 A folder of imported or exported weights is a checkpoint without the files for a resume.
 """
@@ -46,17 +46,17 @@ class Checkpoint:
     directory: Path
     card: ModelCard
     hashes: Mapping[str, str]
-    """Hashes (sha256) by file name; {} for a folder without hashes."""
+    """Hashes (sha256) by file name, or {} for a folder without hashes."""
     origin: str = ""
-    """Name of weights from the hub, hf-hub:USER/NAME@COMMIT; "" for other weights."""
+    """Name of weights from the hub (hf-hub:USER/NAME@COMMIT), or "" for other weights."""
 
     @classmethod
     def open(cls, place: Path | str, *, verify: bool = True) -> "Checkpoint":
         """Open a checkpoint, a folder of weights, a run (its newest complete checkpoint),
         RUN@50epochs, or a name on the hub.
 
-        `verify`: check the hashes of a checkpoint or folder; one process of a node must do that.
-        The checkpoints of a run are always verified, so all processes fall back to the same
+        `verify`: check the hashes of a checkpoint or folder. At least one process of a node must do
+        so. The checkpoints of a run are always verified, so all processes fall back to the same
         checkpoint.
         """
         name, origin = str(place), ""
@@ -77,7 +77,7 @@ class Checkpoint:
             with doing(f"{place}: reading its weights", enabled=rank_of() == 0):
                 fault = fault_of(place, needed=(MODEL, CONFIG))
         if fault is not None:
-            fix = "Remove it to fetch it again" if origin else "Copy it again, or use another"
+            fix = "Remove it to fetch it again" if origin else "Copy it again, or choose another"
             problem = f"the checkpoint is damaged ({fault})"
             raise CheckpointError(str(place), problem, fix, code="damaged")
         checkpoint = cls.read(place, origin=origin)
@@ -86,9 +86,10 @@ class Checkpoint:
 
     @classmethod
     def newest(cls, run_dir: Path, *, to_read: bool = False) -> "Checkpoint | None":
-        """Return the newest complete checkpoint of a run; None if the run never had one.
+        """Return the newest complete checkpoint of a run, or None if the run never had a
+        checkpoint. Raise CheckpointError if all checkpoints are damaged.
 
-        `to_read`: only the weights are needed, so a copy without hashes is accepted.
+        `to_read`: accept a copy without hashes, because only the weights are needed.
         """
         places, fault = list_checkpoints(run_dir), f"{LATEST} names a missing checkpoint"
         needed = (MODEL, CONFIG) if to_read else (MODEL, OPTIMIZER, CONFIG, TRAINER)
@@ -113,7 +114,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, directory: Path, *, origin: str = "") -> "Checkpoint":
-        """Return a checkpoint that a process of this node has verified already."""
+        """Return a checkpoint that a process of this node has already verified."""
         try:
             hashes = json.loads((directory / HASHES).read_text())
         except (OSError, ValueError):
@@ -144,8 +145,8 @@ class Checkpoint:
 
     @property
     def home(self) -> Path:
-        """Directory next to which results of these weights are written. Weights from the hub are in
-        a cache, so they use runs/USER--NAME."""
+        """Directory next to which commands write results of these weights. For weights from the hub
+        it is runs/USER--NAME, because the hub's folder is a cache."""
         if not self.origin:
             return self.directory.absolute()
         repository = self.origin.partition("@")[0].rpartition(":")[2]
@@ -153,19 +154,19 @@ class Checkpoint:
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of the weights, which identifies them everywhere."""
+        """Hash (sha256) of the weights. Records identify weights by this hash."""
         return self.hashes.get(MODEL) or sha256_of(self.directory / MODEL)
 
     @property
     def run_dir(self) -> Path | None:
-        """The run of the checkpoint; None for a folder of weights."""
+        """Run directory of the checkpoint, or None for a folder of weights."""
         above = self.directory.absolute().parent
         is_in_run = above.name == "checkpoints" and (above.parent / CONFIG_FILE).is_file()
         return above.parent if is_in_run else None
 
 
 def check_source(run_dir: Path, pretrained: str | None) -> None:
-    """Check that the weights in `pretrained` have not changed since the run began."""
+    """Raise SettingsError if the weights in `pretrained` have changed since the run began."""
     begun = begun_with(run_dir)
     source = Checkpoint.found(pretrained) if pretrained is not None and begun else None
     if source is None or source.sha256 == begun["weights_sha256"]:
@@ -196,13 +197,13 @@ def _no_checkpoint(place: Path) -> CheckpointError:
     code: Code = "empty"
     if repetitions:
         names = ", ".join(repetitions[:3]) + (", ..." if len(repetitions) > 3 else "")
-        problem, fix = "only its repetitions hold checkpoints", f"Choose one of them: {names}"
+        problem, fix = "only its repetitions hold checkpoints", f"Choose a repetition: {names}"
     elif not place.exists():
         problem, code = "does not exist", "missing-path"
         fix = near_path(place) or f"{fix}, or a folder of weights"
     elif place.is_file():
         problem, code = "is a file", "wrong-command"
-        fix = f"Give its directory. Convert foreign weights by finetune import {place} --out DIR"
+        fix = f"Give its directory, or convert it: finetune import {place} --out DIR"
     elif (place / MANIFEST_NAME).exists():
         problem, code = "is a dataset, and holds no checkpoint", "wrong-command"
     elif (place / CONFIG_FILE).exists():

@@ -1,4 +1,4 @@
-"""Write, read and remove the files of a checkpoint, and make models of them.
+"""Write, read and remove the files of a checkpoint, and make models from them.
 
 The first rank publishes a checkpoint, in the background (writer.py):
 1. It writes the four files into a temporary directory, then sha256.json.
@@ -6,16 +6,17 @@ The first rank publishes a checkpoint, in the background (writer.py):
    resumes from this checkpoint.
 3. It writes `latest`.
 4. It writes best.json, if trainer.json of this checkpoint has a better evaluation.
-5. It removes the checkpoints that no rule keeps.
+5. It removes the checkpoints that no retention rule keeps.
+
 A crash at any point leaves the newest published checkpoint complete. Incomplete files have a
 temporary name, and the next attempt removes them.
 
-Rules keep the newest checkpoints, the best by evaluation, and multiples of a length. No checkpoint
-is removed before a newer one is published. trainer.json holds the best evaluation for resumed runs.
-best.json is for people and scripts, and names the best published checkpoint.
+Retention rules keep the newest checkpoints, the best by evaluation, and steps at multiples of a
+length. No checkpoint is removed before a newer one is published. trainer.json holds the best
+evaluation for resumed runs.
 
-Tensors are written in pieces that are hashed on the way, so no file is read again. Reading and
-writing report their progress, so a slow file system is not mistaken for a hang.
+Tensors are hashed while they are written, so no file is read again. Reading and writing report
+their progress, so a slow file system is not mistaken for a hang.
 """
 
 import hashlib
@@ -80,8 +81,7 @@ def flush(descriptor: int) -> None:
 
 
 class Flusher:
-    """Sync one file after every FLUSHED_BYTES. A single sync at the end could take any time without
-    progress."""
+    """Sync one file after every FLUSHED_BYTES. A single sync at the end reports no progress."""
 
     def __init__(self, every_bytes: int):
         self._every_bytes, self._in_memory = every_bytes, 0
@@ -150,7 +150,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Best:
-    """Step with the highest top-1 accuracy so far; the first one if steps are equal."""
+    """Step with the highest top-1 accuracy so far. If steps are equal, the first of them."""
 
     step: int
     score: float
@@ -164,18 +164,17 @@ class TrainerState:
     samples_consumed: int
     best: Best | None = None
     owes_evaluation: bool = False
-    """True if the evaluation of this step was skipped to stop sooner. A resume does it first."""
+    """True if this step's evaluation was skipped to stop sooner. A resume begins with the
+    evaluation."""
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     num_cpu_threads: int | None = None
     lengths: tuple[int, ...] = ()
-    """Planned numbers of steps, oldest first; the last one is current."""
+    """Planned lengths of the run in steps, oldest first. The last length is current."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One checkpoint in memory."""
-
     engine: EngineState
     trainer: TrainerState
     card: ModelCard
@@ -185,7 +184,7 @@ class Snapshot:
 
 
 def publish(run_dir: Path, snapshot: Snapshot) -> int:
-    """Do steps 1 and 2 of the module's list. Return the size in bytes."""
+    """Do steps 1 and 2 of the list at the top of this file. Return the size in bytes."""
     check_owner()
     engine = snapshot.engine
     state = asdict(snapshot.trainer) | {
@@ -206,7 +205,6 @@ def publish(run_dir: Path, snapshot: Snapshot) -> int:
 
 
 def load_state(directory: Path) -> tuple[EngineState, TrainerState]:
-    """Return the state in a verified checkpoint."""
     state: dict[str, Any] = json.loads((directory / TRAINER).read_text())
     num_updates, scale = state.pop("num_updates"), state.pop("engine.loss_scale")
     engine = EngineState(
@@ -232,7 +230,7 @@ class Retention:
 
 
 def settle(run_dir: Path, snapshot: Snapshot, retention: Retention) -> None:
-    """Do steps 3 to 5 of the module's list."""
+    """Do steps 3 to 5 of the list at the top of this file."""
     check_owner()
     newest, best = snapshot.place(run_dir), snapshot.trainer.best
     write_atomic(checkpoints_dir(run_dir) / LATEST, newest.name.encode() + b"\n")
@@ -250,8 +248,8 @@ def settle(run_dir: Path, snapshot: Snapshot, retention: Retention) -> None:
 def superfluous(
     found: list[Path], *, newest: Path, retention: Retention, best: Best | None
 ) -> list[Path]:
-    """Return the checkpoints to remove: older ones that no rule keeps, and ones newer than
-    `newest`, which training has abandoned. `found`: all checkpoints, oldest first."""
+    """Return the checkpoints to remove: older checkpoints that no rule keeps, and abandoned
+    checkpoints after `newest`. `found`: all checkpoints, oldest first."""
     older = [path for path in found if step_of(path) < step_of(newest)]
     kept = {newest, *older[max(0, len(older) - (retention.keep_last - 1)) :]}
     best_step = None if best is None else best.step
@@ -260,7 +258,7 @@ def superfluous(
 
 
 def read_best(run_dir: Path) -> Best | None:
-    """Return best.json; None if its checkpoint does not exist."""
+    """Return the content of best.json, or None if its checkpoint does not exist."""
     try:
         best = Best(**json.loads((checkpoints_dir(run_dir) / BEST).read_text()))
     except (FileNotFoundError, ValueError, TypeError):
@@ -278,13 +276,13 @@ def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     try:
         return by_our_names(read_tensors(path), checkpoint.card.model)
     except (SafetensorError, OSError) as error:
-        problem, fix = f"cannot be read ({error})", "copy it again, or use another"
+        problem, fix = f"cannot be read ({error})", "copy the file again, or use another"
         raise WeightsError(str(path), problem, fix, code="damaged") from None
 
 
 def _is_of_timm(checkpoint: Checkpoint) -> bool:
-    """Return True for a folder written by timm whose architecture we do not have. Checkpoints of
-    our training return False, even for such a model."""
+    """Return True if timm wrote the folder and we do not have its architecture. Checkpoints of our
+    training return False, even with such an architecture."""
     return isinstance(checkpoint.card.model, TimmModelSpec) and is_of_timm(
         json.loads((checkpoint.directory / CONFIG).read_text())
     )
@@ -316,7 +314,7 @@ def save_folder(directory: Path, *, card: ModelCard, weights: Mapping[str, Tenso
     """Write a checkpoint without the files for a resume. All commands read it like a run. timm
     reads it as `local-dir:DIRECTORY` or, once uploaded, as `hf-hub:USER/NAME`.
 
-    `weights`: a state_dict of the card's model. The directory appears complete, and replaces an
+    `weights`: a state_dict of the card's model. The directory appears atomically, and replaces an
     earlier one.
     """
     with torch.device("meta"):

@@ -5,8 +5,8 @@
 
 Only model.safetensors, config.json and sha256.json are fetched, into the hub's own cache: no code
 and no pickle. A revision (branch, tag or commit; by default main) is resolved once. Its commit is
-recorded with all results of the weights. Users choose endpoint, cache, offline mode and token by
-huggingface_hub's own variables. No torch, except for a timm name without a tag.
+recorded with all results of the weights. huggingface_hub's own environment variables set endpoint,
+cache, offline mode and token. Only a timm name without a tag imports torch.
 """
 
 import difflib
@@ -31,7 +31,7 @@ def is_on_hub(place: object) -> bool:
 
 
 def fetch(name: str, *, files: Sequence[str]) -> tuple[Path, str]:
-    """Fetch the existing files, or use the cache if the hub cannot be reached. Return the folder,
+    """Fetch the `files` that exist. If the hub cannot be reached, use the cache. Return the folder,
     and the name with its commit."""
     from huggingface_hub import snapshot_download
 
@@ -65,7 +65,7 @@ def _repository_of_timm(name: str) -> str:
 
 @contextmanager
 def hub_errors(field: str, repository: str) -> Iterator[None]:
-    """Convert errors of huggingface_hub to a one-line `HubError`, and silence its own output."""
+    """Convert errors of huggingface_hub to a one-line `HubError`. Silence the library's output."""
     import httpx2
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -96,7 +96,7 @@ def _explain(error: BaseException, repository: str) -> tuple[str, str, Code]:
         case errors.LocalEntryNotFoundError():
             cached = f"is not complete in the cache ({constants.HF_HUB_CACHE})"
             if constants.is_offline_mode():
-                fix = f"unset it, or run hf download {repository} on a machine with a network"
+                fix = f"unset HF_HUB_OFFLINE, or run hf download {repository} with a network"
                 return f"{cached}, and HF_HUB_OFFLINE is set", fix, "unreachable"
             problem = f"{cached}, and the hub cannot be reached ({reason})"
             return problem, "try again, or check HF_ENDPOINT", "unreachable"
@@ -109,14 +109,14 @@ def _explain(error: BaseException, repository: str) -> tuple[str, str, Code]:
             fix = "choose a branch, a tag or a commit"
             return "the repository has no such revision", fix, "missing-path"
         case errors.RepositoryNotFoundError():
-            fix = f"check its name. For a private one {LOG_IN}"
+            fix = f"check the name. For a private repository, {LOG_IN}"
             return "the repository does not exist, or is private", fix, "missing-path"
         case errors.LocalTokenNotFoundError():
             return f"{repository} needs a token, and there is none", LOG_IN, "no-access"
         case errors.HfHubHTTPError(response=response) if response.status_code == 401:
             return "the hub refuses the token (401)", f"{LOG_IN} again", "no-access"
         case errors.HfHubHTTPError(response=response) if response.status_code == 403:
-            fix = "create one that may, under Access Tokens of your hub account"
+            fix = "create a token that does, under Access Tokens of your hub account"
             return "the token does not allow this (403)", fix, "no-access"
         case errors.HfHubHTTPError(response=response):
             return f"the hub answers {response.status_code}", "try again later", "unreachable"

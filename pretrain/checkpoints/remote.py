@@ -5,7 +5,7 @@
 
 If a run has a remote, run_dir may be on each node's own disk. A copy of a remote is a run.
 
-An upload of a checkpoint (uploader.py says when):
+Order of an upload of a checkpoint (uploader.py starts it):
 1. its four files, each compared with the checksum of the bucket;
 2. the records, so that no checkpoint is ahead of its event log;
 3. its sha256.json.
@@ -20,8 +20,9 @@ An attempt fetches, on every node, before torch is imported (`fetch_run`):
    reported, and the previous one is fetched instead.
 4. The first rank also fetches the best checkpoint if RUN lacks it.
 
-Once the ranks have joined (`agreed_checkpoint` in loop/train.py), the newest checkpoint of the
-first rank counts. The first rank uploads it if the remote lacks it, and the other nodes fetch it.
+Once the ranks have joined (`agreed_checkpoint` in loop/train.py), all ranks resume from the newest
+checkpoint of the first rank. The first rank uploads it if the remote lacks it, and the other nodes
+fetch it.
 """
 
 import json
@@ -83,7 +84,7 @@ RECORDS = (
 
 
 def fetch_run(settings: TrainingSettings, world: World) -> None:
-    """Fetch the files that RUN lacks. The caller has checked `settings` against RUN."""
+    """Fetch the files that RUN lacks. The caller has compared `settings` with RUN."""
     remote = Remote.of(settings)
     if remote is None:
         return
@@ -105,7 +106,7 @@ class Remote:
         self.run_dir, self._url, self._storage = run_dir, url, storage
         self._sent: dict[str, bytes] = {}
         self.complete: dict[int, bytes | None] = {}
-        """Content of each complete checkpoint's sha256.json, by step; None if it has not been read
+        """Content of sha256.json of each complete checkpoint, by step. None if it has not been read
         yet."""
 
     @classmethod
@@ -120,8 +121,8 @@ class Remote:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Let one process of the node fetch at a time. Fail if the bucket cannot be reached,
-        because the run would silently begin from scratch."""
+        """Let one process of the node use the remote at a time. Raise UserError if the bucket
+        cannot be reached. Otherwise the run would silently begin from scratch."""
         try:
             with PROGRESS.trusting(), sole_writer(self.run_dir / "remote", wait=True):
                 yield
@@ -158,7 +159,7 @@ class Remote:
             self._keep_only(fetched)
 
     def _fetch_best(self) -> None:
-        """Fetch the best checkpoint if RUN lacks it. Any rank may have fetched the newest one."""
+        """Fetch the step that best.json or the newest checkpoint names, if RUN lacks it."""
         found = {_best_step(self._local(_BEST))}
         for newest in list_checkpoints(self.run_dir)[-1:]:
             trainer = self._local(f"checkpoints/{newest.name}/{TRAINER}")
@@ -172,7 +173,6 @@ class Remote:
                 self.fetch(step)
 
     def best_step(self) -> int | None:
-        """Return the step in the remote's best.json."""
         return _best_step(self._content(_BEST))
 
     def _belongs_to_another(self, than: str) -> SettingsError:
@@ -195,7 +195,7 @@ class Remote:
             write_atomic(place, content)
 
     def fetch_newer(self, than: int) -> Checkpoint | None:
-        """Fetch the newest undamaged checkpoint after this step."""
+        """Fetch the newest undamaged checkpoint after this step. Return None if there is none."""
         for step in sorted((step for step in self.complete if step > than), reverse=True):
             try:
                 return self.fetch(step)
@@ -219,8 +219,8 @@ class Remote:
         return Checkpoint.read(place)
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint of RUN and the remote, after copying it to the one that
-        lacks it."""
+        """Find the newest checkpoint of RUN and the remote. Copy it to the place that lacks it, and
+        return it."""
         own, fault = None, None
         try:
             own = Checkpoint.newest(self.run_dir)
@@ -240,7 +240,7 @@ class Remote:
         return fetched or own
 
     def receive(self, step: int) -> Checkpoint:
-        """Fetch the checkpoint that the first rank has chosen, on another node."""
+        """On another node, fetch the checkpoint that the first rank has chosen."""
         place = checkpoint_dir(self.run_dir, step)
         with self.locked():
             self.list_complete()
@@ -251,8 +251,7 @@ class Remote:
             return fetched
 
     def _keep_only(self, fetched: Checkpoint) -> None:
-        """Remove the checkpoint that an earlier attempt fetched to this node, unless a rule keeps
-        it."""
+        """Remove the checkpoint that an earlier attempt fetched to this node."""
         record = self.run_dir / "remote" / "fetched.json"
         with suppress(FileNotFoundError):
             earlier = checkpoint_dir(self.run_dir, json.loads(record.read_text()))
@@ -263,7 +262,8 @@ class Remote:
     # ---- uploading
 
     def list_complete(self) -> list[str]:
-        """Update `complete`. Return all files as `step-N/FILE`, also of incomplete checkpoints."""
+        """Update `complete`. Return all files as `step-N/FILE`, including files of incomplete
+        checkpoints."""
         found = names_under(self._at("checkpoints"), storage=self._storage)
         names = [name for name in found if is_checkpoint_name(name.split("/")[0])]
         steps = sorted(step_of(Path(name).parent) for name in names if name.endswith(f"/{HASHES}"))
@@ -278,8 +278,8 @@ class Remote:
         return self.complete.get(step) == (place / HASHES).read_bytes()
 
     def upload(self, place: Path, *, stop: threading.Event | None = None) -> bool:
-        """Upload a checkpoint of RUN; False if the remote has it. All files are opened first,
-        because the retention rules may remove them during the upload."""
+        """Upload a checkpoint of RUN. Return False if the remote already has it. All files are
+        opened first, because the retention rules may remove them during the upload."""
         step, above = step_of(place), f"checkpoints/{place.name}"
         if self._has(place):
             return False
@@ -337,8 +337,7 @@ def _run_key(identity: bytes | None) -> str | None:
 
 
 def _best_step(content: bytes | None, *above: str) -> int | None:
-    """Return the best checkpoint's step in a JSON record, below the keys `above`; None if it has
-    none."""
+    """Return the best checkpoint's step in a JSON record, below the keys `above`, or None."""
     try:
         found = json.loads(content or b"null")
         for key in above:
@@ -349,7 +348,7 @@ def _best_step(content: bytes | None, *above: str) -> int | None:
 
 
 def _with_local_database(identity: bytes, run_dir: Path) -> bytes:
-    """Replace a tracking database whose folder is not on this machine by one next to RUN."""
+    """If the folder of the tracking database is not on this machine, use a database next to RUN."""
     fields = json.loads(identity)
     kind, _, place = fields["uri"].partition(":///")
     if kind == "sqlite" and not Path(place).parent.is_dir():

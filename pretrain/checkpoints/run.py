@@ -93,10 +93,10 @@ MAY_CHANGE = (
     "train.max_skipped_steps",
     "train.prefetch_batches",
 )
-"""Settings that may differ when a run resumes. They change only the rounding of numbers.
-`check_length` checks `train.duration`."""
+"""Settings that a resume may change. They change results at most by rounding. `check_length` checks
+`train.duration`."""
 PLACES = ("data.dataset", "data.extra_datasets")
-"""Addresses of data. They may differ if the new address has the same images."""
+"""Settings with addresses of data. They may change if the new address has the same images."""
 
 
 def checkpoints_dir(run_dir: Path) -> Path:
@@ -108,7 +108,8 @@ def checkpoint_dir(run_dir: Path, step: int) -> Path:
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Return True for `step-` plus digits; a copy named step-00000010.bak is the user's own."""
+    """Return True for `step-` plus digits. Other names, such as step-00000010.bak, are the user's
+    own."""
     return re.fullmatch(r"step-[0-9]+", name) is not None
 
 
@@ -128,14 +129,14 @@ def step_of(checkpoint: Path) -> int:
 
 
 def stored_config(schema: type[Settings], path: str) -> Path | None:
-    """Return the config of a run directory; None if `path` is no run of the schema's command."""
+    """Return the config of a run, or None if `path` is not a run of the schema's command."""
     stored = Path(path) / CONFIG_FILE
     is_run = stored.is_file() and schema.of_verb in verbs_of(read_yaml(stored).keys())
     return stored if is_run else None
 
 
 def load_run_settings(schema: type[S], *, path: str, overrides: list[str]) -> S:
-    """Load a config or, for a run directory, the settings of the run; then apply `overrides`."""
+    """Load a config file, or the settings of a run directory. Then apply `overrides`."""
     if stored := stored_config(schema, path):
         path, overrides = str(stored), [f"run_dir={in_yaml(str(Path(path)))}", *overrides]
     return load_settings(schema, path=path, overrides=overrides)
@@ -150,8 +151,9 @@ def run_and_length(place: str) -> tuple[str, str]:
 
 
 def checkpoint_at(place: str) -> Path | None:
-    """Return the checkpoint of RUN@50epochs or RUN@1200steps; None for any other text. The run's
-    own batch size and data convert the length to a step."""
+    """Return the checkpoint of RUN@50epochs or RUN@1200steps, or None for another text. Raise
+    SettingsError if the run has no such checkpoint. The run's batch size and data convert the
+    length to a step."""
     name, words = run_and_length(place)
     run_dir = Path(name)
     if not words or not (run_dir / CONFIG_FILE).is_file():
@@ -181,8 +183,8 @@ def checkpoint_at(place: str) -> Path | None:
 
 
 def finished_result(run_dir: Path, asked: Settings | None = None) -> dict[str, Any] | None:
-    """Return the result of a finished run, or None. `asked`: current settings. If they need another
-    number of steps, a training is not finished."""
+    """Return the result of a finished run, or None. `asked`: current settings. If they ask for
+    another number of steps, a training run is not finished."""
     config, path, duration = run_dir / CONFIG_FILE, run_dir / RESULT, None
     if isinstance(asked, TrainingSettings) and config.exists():
         # read before the result, because `claim` removes the result first
@@ -204,7 +206,7 @@ def steps_of(settings: TrainingSettings, data: TrainingData) -> int:
 
 
 def save_result(run_dir: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """Save and return the result, together with the weights that the run began with."""
+    """Add the identity of the initial weights to the result, save it and return it."""
     check_owner()
     result = result | begun_with(run_dir)
     write_json(run_dir / RESULT, result)
@@ -212,7 +214,7 @@ def save_result(run_dir: Path, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def begun_with(run_dir: Path) -> dict[str, Any]:
-    """Return sha256, step and hub name of the weights from which a run began; {} if unknown."""
+    """Return sha256, step and hub name of the weights from which a run began, or {} if unknown."""
     record = read_record(run_dir)
     parent = record.parents[0] if record and record.parents else None
     if parent is None or not parent.sha256:
@@ -222,7 +224,8 @@ def begun_with(run_dir: Path) -> dict[str, Any]:
 
 
 def _read_record(path: Path, *, fix: str) -> dict[str, Any]:
-    """Read a JSON or non-empty YAML file that one of our commands has written."""
+    """Read a JSON or non-empty YAML file that one of our commands wrote. Raise SettingsError if the
+    file is damaged."""
     detail = ""
     try:
         record = json.loads(path.read_text()) if path.suffix == ".json" else read_yaml(path) or None
@@ -239,9 +242,9 @@ def _read_record(path: Path, *, fix: str) -> dict[str, Any]:
 def check_settings(
     run_dir: Path, settings: Settings, facts: Mapping[str, Any] | None = None
 ) -> bool:
-    """Return True if this run has begun in the directory, False if the directory is free. Other
-    content is an error. `facts`: checkpoint and data of an evaluation, compared instead of
-    settings."""
+    """Return True if this run has begun in the directory, False if the directory is free. Raise
+    SettingsError for other content. `facts`: checkpoint and data of an evaluation, to compare
+    instead of settings."""
     record, kind = (CONFIG_FILE, "a run") if facts is None else (EVALUATION, "an evaluation")
     path, is_free, problem, fix = run_dir / record, is_worthless(run_dir), "", _ANOTHER
     if (run_dir / MANIFEST_NAME).exists():
@@ -288,8 +291,8 @@ def is_output(
     kind: str,
     field: str,
 ) -> bool:
-    """Return True if the directory holds this output, False if it is free. Other content is an
-    error, because an output appears atomically.
+    """Return True if the directory holds this output, False if it is free. Raise SettingsError for
+    other content, because an output appears atomically.
 
     `wanted`: required content of the file `record`, or of its entry `key`.
     """
@@ -307,16 +310,16 @@ def is_output(
 
 
 def other_settings(begun: dict[str, Any], settings: Settings) -> str:
-    """Describe the settings that prevent a resume; "" if there are none. A setting that did not
-    exist when the run began had its default."""
+    """Return a description of the settings that prevent a resume, or "". A setting that is newer
+    than the run had its default."""
     with suppress(SettingsError):  # the differences name settings that no longer exist
         begun = validate(type(settings), begun).model_dump(mode="json")
     return differences(begun, settings.model_dump(mode="json"), is_free=may_change)
 
 
 def check_branch(source: str, settings: Settings) -> None:
-    """Check that a branch of RUN@LENGTH differs from RUN only in its schedule, tracking, and
-    settings that a resume may change."""
+    """Raise SettingsError if a branch of RUN@LENGTH differs from RUN in more than its schedule,
+    tracking, and settings that a resume may change."""
     begun = read_yaml(Path(run_and_length(source)[0]) / CONFIG_FILE)
     wanted = settings.model_dump(mode="json")
     own = {key: wanted[key] for key in ("start_from", "schedule", "tracking")}
@@ -330,7 +333,7 @@ def check_branch(source: str, settings: Settings) -> None:
 
 
 def may_change(key: str, old: Any, new: Any) -> bool:
-    """Return True if this setting may differ when a run resumes."""
+    """Return True if a resume may change this setting from `old` to `new`."""
     if key in PLACES and _is_moved(old, new):
         return True
     return any(key == free or key.startswith(free + ".") for free in MAY_CHANGE)
@@ -354,11 +357,12 @@ def _is_moved(old: Any, new: Any) -> bool:
 
 
 def check_place(run_dir: Path, *, field: str = "run_dir", remedy: str = "") -> None:
-    """Check, before ranks are started, that the directory can be created."""
+    """Raise SettingsError if the directory cannot be created. Call this function before ranks
+    start."""
     above = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     is_writable = above.is_dir() and os.access(above, os.W_OK | os.X_OK)
     if not is_writable or above.is_relative_to("/proc"):
-        problem = f"{run_dir} cannot be made, because {above} cannot be written to"
+        problem = f"{run_dir} cannot be created, because {above} is not writable"
         fix = remedy or f"choose another {field}"
         raise SettingsError(field, problem, fix, code="no-access")
 
@@ -379,8 +383,8 @@ def claim(
     stop: StopFlag | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
-    """Lock the run directory on the first rank, and write its config. `stop` ends the wait for the
-    lock. `facts`: checkpoint and data of an evaluation, for evaluation.json."""
+    """Lock the run directory on the first rank, and write its config. `stop`: flag that ends the
+    wait for the lock. `facts`: checkpoint and data of an evaluation, for evaluation.json."""
     # the other ranks wait during this time
     lock_wait_s = min(ranks.lock_wait_s, ranks.timeout_s / 2)
     with hold_run(run_dir, lock_wait_s=lock_wait_s, stop=stop):
@@ -418,20 +422,20 @@ def check_resume(run_dir: Path, resume: str) -> None:
 
 
 def check_length(data: TrainingData, settings: TrainingSettings) -> None:
-    """Check that a resume keeps or extends the length of the run, and that the run reaches the
-    steps of `tracking.profile`."""
+    """Raise SettingsError if the run is already longer than `train.duration`, cannot resume, or
+    ends before the steps of `tracking.profile`."""
     run_dir, num_steps = Path(settings.run_dir), steps_of(settings, data)
     kept, result = list_checkpoints(run_dir), finished_result(run_dir)
     present = step_of(kept[-1]) if kept else result["step"] if result else 0
     asked = f"{settings.train.duration} is {num_steps:,} step{'s' * (num_steps != 1)}"
     if num_steps < present:
         problem = f"{asked}, but {run_dir} is at step {present:,} already"
-        fix = "set at least that, or choose another run_dir"
+        fix = f"set {present}steps or more, or choose another run_dir"
         raise SettingsError("train.duration", problem, fix, code="conflict")
     window = settings.tracking.profile
     if window and parse_window(window)[-1] > num_steps:
         problem = f"{window!r} ends after the run's {num_steps:,} steps"
         raise SettingsError("tracking.profile", problem, "choose earlier steps", code="bad-value")
     if result and not kept and num_steps > present:
-        problem = f"{asked}, but the checkpoints of {run_dir} are gone, so it cannot resume"
+        problem = f"{asked}, but the checkpoints of {run_dir} are gone, so the run cannot resume"
         raise SettingsError("train.duration", problem, _ANOTHER, code="conflict")

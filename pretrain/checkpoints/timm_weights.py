@@ -1,4 +1,4 @@
-"""Weights with timm's names: our Mixers for timm, and folders of timm for us."""
+"""Convert weights to and from timm's names: our Mixers for timm, timm's weights for us."""
 
 import math
 import re
@@ -32,7 +32,8 @@ def mixer_names(depth: int) -> dict[str, str]:
 
 
 def to_timm(weights: Mapping[str, Tensor], spec: MixerSpec) -> dict[str, Tensor]:
-    """Return a Mixer's weights by timm's names, scaled to compute the same with timm's epsilon.
+    """Return a Mixer's weights by timm's names. They are scaled so that the model computes the same
+    with timm's epsilon.
 
     (s x) / sqrt(s^2 var + eps) = x / sqrt(var + eps / s^2). All terms that are added to the
     residual stream are multiplied by s.
@@ -49,11 +50,11 @@ def to_timm(weights: Mapping[str, Tensor], spec: MixerSpec) -> dict[str, Tensor]
 
 @torch.no_grad()
 def model_of_timm(directory: Path, *, card: ModelCard) -> ImageModel:
-    """Load a folder of timm with timm, copy the weights into the model of `card`, and check that
-    both predict the same."""
+    """Load weights saved by timm with timm, copy them into the model of `card`, and check that both
+    models predict the same."""
     import timm  # takes seconds, and other folders do not need it
 
-    source, size = f"{directory}, of timm's {card.model.label}", card.image_size
+    source, size = f"{directory} (timm's {card.model.label})", card.image_size
     try:
         theirs = timm.create_model(f"local-dir:{directory}", pretrained=True).eval()
         head = theirs.get_classifier()
@@ -80,7 +81,8 @@ def model_of_timm(directory: Path, *, card: ModelCard) -> ImageModel:
 
 
 def by_our_names(weights: dict[str, Tensor], spec: AnySpec) -> dict[str, Tensor]:
-    """Rename the weights of a Mixer that was exported for plain timm; return others as they are."""
+    """Rename the weights of a Mixer that was exported for plain timm. Return other weights
+    unchanged."""
     if not isinstance(spec, MixerSpec) or "stem.proj.weight" not in weights:
         return weights
     names = mixer_names(spec.depth)

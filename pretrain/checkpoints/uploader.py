@@ -24,7 +24,7 @@ from pretrain.ranks.hangs import PROGRESS
 
 RECORDS_S = 60.0
 _RECORDS_BYTES = 8 << 20
-"""Size above which the event log is uploaded less often, in proportion."""
+"""Size of the records above which the pause between uploads grows in proportion."""
 FINAL_S = 120.0
 """Seconds that the end of training waits for a failing bucket."""
 _LOOK_S = 1.0
@@ -34,8 +34,7 @@ class EventLog(Protocol):
     """Event log of a run. Any thread may call it."""
 
     def metrics(self, values: dict[str, float], *, step: int) -> None: ...
-    def sync(self) -> None:
-        """Write all events to disk."""
+    def sync(self) -> None: ...
 
 
 class Uploader:
@@ -67,8 +66,8 @@ class Uploader:
             )
 
     def close(self, *, finished: bool, deadline_s: float | None = None) -> None:
-        """Wait until the last checkpoint and records are uploaded: until the deadline, or for
-        FINAL_S if the bucket fails."""
+        """Wait for the last uploads until `deadline_s`, or for FINAL_S if the bucket fails. If they
+        are not complete, raise CheckpointError if training has `finished`, otherwise warn."""
         self.offer()
         began_s = time.monotonic()
         while not self.wait(_LOOK_S) and self._thread.is_alive():
@@ -106,7 +105,7 @@ class Uploader:
             try:
                 pause_s *= max(1.0, self._upload_all() / _RECORDS_BYTES)
             except (OSError, UserError, StoppedError) as error:
-                fault = str(error) or "it was stopped"
+                fault = str(error) or "the upload was stopped"
             with self._changed:
                 self._note(fault)
                 self._is_working = False
@@ -136,8 +135,8 @@ class Uploader:
         return [place for place in places if place not in gone]
 
     def _best_there(self, newest: Path) -> list[Path]:
-        """Return the checkpoint in the remote's best.json, which RUN may lack. Return [] if a newer
-        best one is complete in the remote."""
+        """Return the checkpoint in the remote's best.json, which RUN may lack. Return [] if the
+        remote has a newer best checkpoint."""
         remote, step = self._remote, self._remote.best_step()
         if step not in remote.complete or step > step_of(newest):  # newer steps are abandoned
             return []

@@ -1,4 +1,4 @@
-"""Compare weights with a model by name, and load all of them or none."""
+"""Compare weights with a model by name, and load all weights or none."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -72,7 +72,8 @@ def check_finite(weights: Mapping[str, Tensor], *, source: object) -> None:
 def load_strictly(
     model: nn.Module, weights: Mapping[str, Tensor], *, source: object, label: str
 ) -> None:
-    """Load tensors that are finite and have exactly the model's names and shapes."""
+    """Load weights. Raise WeightsError unless they are finite and have exactly the model's names
+    and shapes."""
     given = shapes(weights)
     check_fit(given, needed_shapes(model, given), source=source, label=label)
     check_finite(weights, source=source)

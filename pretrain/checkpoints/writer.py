@@ -2,14 +2,12 @@
 
 1. `make_room` waits until no checkpoint is being written.
 2. All ranks make the snapshot, which may reuse the memory of the previous one.
-3. `submit` hands it to a thread of the first rank. The thread syncs the event log, publishes the
-   checkpoint (files.py) and offers it to the uploader (uploader.py).
+3. `submit` hands the snapshot to a thread of the first rank. The thread syncs the event log,
+   publishes the checkpoint (files.py) and offers it to the uploader (uploader.py).
 
 Training waits for steps 1 and 2 only (usage/checkpoint_stall_s). A failed write is reported, and
-the next checkpoint replaces it: a full disk costs a checkpoint, never the run. Only the last
-checkpoint is retried, by `finish`.
-
-best.json names the best checkpoint that was published.
+the next checkpoint replaces the failed one: a full disk costs a checkpoint, never the run. Only the
+last checkpoint is retried, by `finish`.
 """
 
 import errno
@@ -44,18 +42,18 @@ from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World
 
 _FIXES = {
-    errno.ENOSPC: "free some space on it",
-    errno.EDQUOT: "free some of your quota on it",
+    errno.ENOSPC: "free some disk space",
+    errno.EDQUOT: "free some of your disk quota",
     errno.EROFS: "make it writable again",
     errno.EACCES: "make it writable again",
     errno.EPERM: "make it writable again",
     errno.ENOTDIR: "put the directory back in its place",
     errno.EEXIST: "put the directory back in its place",
-    errno.EXDEV: "keep all of the run on one file system",
+    errno.EXDEV: "keep the run directory on one file system",
 }
 FINAL_S = 120.0
-"""Seconds that the end of training waits for a failing file system. A slow file system has no
-limit."""
+"""Seconds that the end of training waits for a failing file system. For a slow file system there is
+no limit."""
 RETRY_S = 10.0
 """Pause between two attempts to write the last checkpoint."""
 _GRACE_FRACTION = 0.9
@@ -90,7 +88,7 @@ class Saver:
         if wanted.keep_best is None:
             self._keep_best = data.settings.eval_split is not None
         self._longest_wait_s = settings.engine.timeout_s / 2
-        """Longest time that a checkpoint waits for the previous one."""
+        """Seconds that a checkpoint waits for the previous checkpoint."""
         self._engine, self._world, self._card, self._log = engine, world, card, log
         self._grace_s = wanted.grace_s
         self._deadline_s: float | None = None
@@ -106,7 +104,8 @@ class Saver:
             ),
         )
         self.saved_step = 0
-        """Step from which training resumed, later the last step that was given to the writer."""
+        """Step at which training resumed, then the step of the last snapshot given to the writer.
+        """
         self.best: Best | None = None
         """Best evaluation so far. After `finish`, on the first rank, the best published
         checkpoint."""
@@ -160,8 +159,8 @@ class Saver:
         self.saved_step = step
 
     def finish(self, stop: StopFlag | None = None) -> None:
-        """Wait until the last checkpoint is on disk. The other ranks wait for the first rank while
-        it is alive. `stop`: flag of a stopped run, which has checkpoint.grace_s left."""
+        """Wait until the last checkpoint is on disk. Other ranks wait while the first rank is
+        alive. `stop`: flag of a stopped run, which has checkpoint.grace_s left."""
         PROGRESS.mark("writing the last checkpoint")
         if stop is not None:
             left_s = _GRACE_FRACTION * self._grace_s - stop.ignored_s(0)
@@ -177,7 +176,7 @@ class Saver:
         )
 
     def close(self, *, finished: bool) -> None:
-        """Wait for the uploads that follow the last write in RUN."""
+        """Wait until the last checkpoint is uploaded."""
         uploader = self.writer.uploader
 
         def upload() -> None:
@@ -189,7 +188,7 @@ class Saver:
 
 
 class CheckpointWriter:
-    """Writer of the first rank. It writes one snapshot at a time, each in a thread."""
+    """Writer of the first rank. It writes one snapshot at a time in a thread."""
 
     def __init__(
         self,
@@ -212,7 +211,7 @@ class CheckpointWriter:
         self._num_failures = 0
 
     def make_room(self, *, timeout_s: float | None) -> bool:
-        """Wait until no snapshot is being written; False on a timeout."""
+        """Wait until no snapshot is being written. Return False on a timeout."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         defect = self._defect or (self.uploader and self.uploader.defect)
@@ -221,8 +220,7 @@ class CheckpointWriter:
         return self._thread is None or not self._thread.is_alive()
 
     def submit(self, snapshot: Snapshot) -> None:
-        """Begin to write a snapshot. It replaces the previous snapshot if writing that one
-        failed."""
+        """Begin to write a snapshot. It replaces a previous snapshot whose write failed."""
         assert self.make_room(timeout_s=0)
         self._is_published &= snapshot is self._snapshot
         self._snapshot = snapshot
@@ -240,8 +238,9 @@ class CheckpointWriter:
             self.uploader.wait(max(0.0, end_s - time.monotonic()))
 
     def finish(self) -> None:
-        """Wait until the last snapshot is on disk. Failed writes are retried for FINAL_S. After
-        `publish`, only `settle` is retried, and its failure is not an error."""
+        """Wait until the last snapshot is on disk. Retry failed writes for FINAL_S, then raise
+        CheckpointError. After `publish`, only `settle` is retried, and its failure is not an error.
+        """
         give_up_at_s = time.monotonic() + FINAL_S
         self.make_room(timeout_s=None)
         while self._fault is not None and self._snapshot is not None:
@@ -271,8 +270,10 @@ class CheckpointWriter:
             PROGRESS.touch()
             problem, then = "could not be written", "The next checkpoint replaces it"
             if self._is_published:
-                problem = f"is complete, but {LATEST}, {BEST} or older ones could not be updated"
-                then = "The next checkpoint does that"
+                problem = (
+                    f"is complete, but {LATEST}, {BEST} or older checkpoints could not be updated"
+                )
+                then = "The next checkpoint updates them"
             _warn(
                 f"{checkpoints_dir(self.run_dir)}: the checkpoint of step {step} {problem}"
                 f" ({error.strerror or error}). To fix it, {_fix_of(error)}. {then}"

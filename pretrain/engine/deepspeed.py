@@ -3,13 +3,13 @@
 Stages 1 to 3 keep low-precision weights, and fp32 master weights in the sharded optimizer. Stage 0
 keeps fp32 weights and uses autocast. All stages add up the gradients of micro-batches in fp32.
 
-A step counts only if the loss and the gradients of all ranks are finite. A loss that is not finite
-makes its gradients NaN, the reduction passes the NaN to every rank, and the norm shows it
-everywhere. At stages 1 and 2 the update reads the norm on the device, so the host does not wait
-(sharded_update.py). At stage 0 this file waits for the norm. DeepSpeed waits in fp16, with offload
-and at stage 3.
+A step is applied only if the loss and the gradients of all ranks are finite. A loss that is not
+finite makes the gradients NaN. The reduction passes the NaN to every rank, so the gradient norm is
+NaN on every rank. At stages 1 and 2 the update reads the norm on the device, and the host does not
+wait (sharded_update.py). At stage 0 this file waits for the norm. In fp16, with offload and at
+stage 3 DeepSpeed waits.
 
-States are complete tensors by name (sharded_state.py), so a checkpoint fits any stage and any
+A state has complete tensors by name (sharded_state.py), so a checkpoint fits any stage and any
 number of ranks.
 """
 
@@ -63,7 +63,8 @@ DynamicLossScaler = deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler
 
 
 def start_distributed(world: World, *, timeout_s: float) -> torch.device:
-    """Join the ranks and return this rank's device."""
+    """Join the process group and return this rank's device. Raise UserError if the rank has no GPU
+    on a node with GPUs."""
     on_gpu, num_gpus = torch.cuda.is_available(), torch.cuda.device_count()
     gpu = world.gpu(num_gpus)
     if on_gpu and gpu is None:  # may be retried: another node may have the GPU
@@ -74,10 +75,10 @@ def start_distributed(world: World, *, timeout_s: float) -> torch.device:
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
-        # DeepSpeed asks oneDNN; torch computes fp16 without it
+        # DeepSpeed asks oneDNN, but torch needs no oneDNN for fp16
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     timeout = datetime.timedelta(seconds=timeout_s)
-    # otherwise an op for shared memory is compiled (35 s; a stale lock file hangs it)
+    # otherwise DeepSpeed compiles a shared-memory op: 35 s, or a hang at a stale lock file
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     deepspeed.init_distributed("nccl" if on_gpu else "gloo", timeout=timeout, verbose=False)
     c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
@@ -86,8 +87,8 @@ def start_distributed(world: World, *, timeout_s: float) -> torch.device:
 
 
 LOSS_SCALE = {"init_scale": 2**16, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2}
-"""Settings for fp16: first scale, good steps before it doubles, lowest scale, overflows before it
-is halved."""
+"""Settings of fp16's dynamic loss scale: first scale, finite steps before it doubles, lowest scale,
+overflows before it is halved."""
 SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes of a `DynamicLossScaler` that a checkpoint stores."""
 
@@ -122,7 +123,7 @@ class DeepSpeedEngine:
             model=model, optimizer=make_optimizer(model), config=config
         )
         if stage == 1 and settings.precision == "bf16" and plan.accumulation_steps > 1:
-            # as `data_types.grad_accum_dtype` at other stages; read in the first backward pass
+            # DeepSpeed reads these in the first backward pass; other stages use `grad_accum_dtype`
             self._optimizer.gradient_accumulation_dtype = torch.float32
             self._optimizer.use_separate_grad_accum = True
             self._optimizer.use_grad_accum_attribute = True
@@ -153,7 +154,7 @@ class DeepSpeedEngine:
             self._engine.module.compile(mode="reduce-overhead", dynamic=False)
 
     def _loss_scaler(self) -> Any:
-        """Return DeepSpeed's loss scaler. DeepSpeed has none at stage 0, so return our own."""
+        """Return DeepSpeed's loss scaler, or a new one at stage 0, where DeepSpeed has none."""
         if self.settings.zero_stage == 0:
             return DynamicLossScaler(
                 consecutive_hysteresis=False, raise_error_at_min_scale=False, **LOSS_SCALE
@@ -162,9 +163,9 @@ class DeepSpeedEngine:
         scaler.raise_error_at_min_scale = False  # the trainer counts skipped steps
 
         def only_fall(overflow: bool) -> None:
-            """Lower the loss scale, but never raise it. DeepSpeed calls this within a step, and
-            then divides the gradients by the new scale. `_update_sharded` raises the scale after
-            the step."""
+            """Lower the loss scale, but never raise it. DeepSpeed calls this function within a
+            step, and then divides the gradients by the new scale. `_update_sharded` raises the
+            scale after the step."""
             if overflow:
                 DynamicLossScaler.update_scale(scaler, True)
 
@@ -184,7 +185,7 @@ class DeepSpeedEngine:
                 assert logits.dtype == self._dtype, logits.dtype
                 loss = loss_of(logits, batch, label_smoothing=self.label_smoothing)
                 total += loss.detach() / len(micro_batches)
-                # the norm shows a NaN to all ranks
+                # a NaN gradient makes the norm NaN on all ranks
                 loss = loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
                 if self._scaler is not None and self.settings.zero_stage == 0:
                     loss = loss * self._scaler.loss_scale
@@ -214,12 +215,13 @@ class DeepSpeedEngine:
         return self._engine.get_global_grad_norm(), applied
 
     def _update_plain(self) -> tuple[Tensor, bool]:
-        """Do at stage 0 what the sharded optimizers do at other stages."""
+        """Unscale, clip and apply the gradients at stage 0. Return the norm and True if it is
+        finite."""
         parameters = [each for each in self._engine.module.parameters() if each.grad is not None]
         gradients = [each.grad for each in parameters]
         scale = self._scaler.loss_scale if self._scaler is not None else 1.0
         norm = norm_of(gradients) / scale
-        applied = bool(norm.isfinite())  # the only wait; all ranks have the same norm
+        applied = bool(norm.isfinite())  # only this line waits; all ranks have the same norm
         if self._scaler is not None:
             self._scaler.update_scale(not applied)
         if not applied:
@@ -261,7 +263,7 @@ class DeepSpeedEngine:
         except Interrupted:
             self._state.refresh_working_weights()
             raise
-        # not in a `finally`: after an error of one rank the others would not take part
+        # not in a `finally`: after an error on one rank, other ranks would not join the gather
         self._state.refresh_working_weights()
 
     # ---- state
@@ -312,8 +314,8 @@ class DeepSpeedEngine:
 
 
 def _autocast(model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Wrap the model's own forward: DeepSpeed disables an outer autocast, and its own autocast
-    would apply to the process."""
+    """Run the model's `forward` in autocast. DeepSpeed disables an autocast outside the model, and
+    DeepSpeed's own autocast would apply to the complete process."""
     plain = model.forward
 
     def forward(images_BCHW: Tensor) -> Tensor:
@@ -324,7 +326,7 @@ def _autocast(model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _end_reduction_on_device(zero: Any) -> None:
-    """Make the update's stream wait after each backward pass, so that the host does not wait."""
+    """After each backward pass, let the update's stream, not the host, wait for reductions."""
     accelerator = deepspeed.accelerator.get_accelerator()
     end = zero.independent_gradient_partition_epilogue
 
@@ -343,7 +345,6 @@ def _end_reduction_on_device(zero: Any) -> None:
 def deepspeed_config(
     settings: EngineSettings, plan: BatchPlan, model: nn.Module, *, on_gpu: bool
 ) -> dict[str, Any]:
-    """Translate our settings for DeepSpeed."""
     stage, cpu = settings.zero_stage, {"device": "cpu", "pin_memory": on_gpu}
     bucket = bucket_elements(num_parameters(model))
     zero: dict[str, Any] = {
@@ -357,10 +358,10 @@ def deepspeed_config(
     }
     if updates_on_device(settings):
         if stage == 1 and plan.num_ranks == 1:
-            zero["reduce_bucket_size"] = 8  # it stays empty
-        # DeepSpeed's reduce-scatter sends all-reduced buckets anyway, and copies them twice more
+            zero["reduce_bucket_size"] = 8  # the bucket stays empty
+        # DeepSpeed's reduce-scatter is an all-reduce with two more copies
         zero["reduce_scatter"] = False
-        # a larger weight is reduced in place, and freed before the other stream has finished
+        # DeepSpeed would free a larger weight's gradient before the other stream has reduced it
         largest = max(each.numel() for each in model.parameters())
         zero["overlap_comm"] = on_gpu and plan.num_ranks > 1 and largest <= bucket
     if settings.offload != "none":

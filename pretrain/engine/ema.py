@@ -1,7 +1,7 @@
 """The exponential moving average of the weights, in fp32 shards next to the optimizer's state.
 
-The average starts as a copy of the weights. After each applied update it moves by (1 - decay)
-toward them. It costs four bytes per weight of a shard and one pass.
+The average starts as a copy of the weights. After each applied update, the average moves by (1 -
+decay) toward the weights. It costs four bytes per weight of a shard, and one pass over memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _SWAP_ELEMENTS = 2**24
-"""Number of elements that are swapped at a time, so no second copy of the shards is needed."""
+"""Number of elements to swap at a time. A swap then needs no second copy of the shards."""
 
 
 class WeightAverage:

@@ -1,15 +1,15 @@
 """`train.local_batch_size: auto`: find the largest micro-batch that fits into memory.
 
-The size changes how gradients are rounded, so a resumed run must keep it. RUN/micro_batch.json maps
-each situation (device, number of ranks, engine) to its size.
+The size changes how gradients are rounded, so a resumed run must keep the size.
+RUN/micro_batch.json maps each situation (device, number of ranks, engine) to its micro-batch size.
 
 1. If the file has a size for this situation, use it.
-2. Otherwise each rank tries its complete part of the global batch: one step of a copy of the
-   model. On a GPU, placeholders occupy the bytes that the engine, prepared images and the
+2. Otherwise each rank runs one step of a copy of the model with the rank's complete part of the
+   global batch. On a GPU, placeholders occupy the bytes that the engine, prepared images and the
    augmentation will need. If memory runs out, the rank tries half as many samples.
 3. The first rank writes and prints the lowest size over all ranks.
 
-On a CPU, Linux may kill the process instead of refusing memory; set a number in this case.
+On a CPU, Linux may kill the process instead of refusing memory. In this case set a number.
 """
 
 import copy
@@ -37,12 +37,13 @@ from pretrain.ranks.world import World
 
 FILE = "micro_batch.json"
 SPARE_FRACTION = 0.08
-"""Fraction of a GPU's memory that stays free, for fragments and libraries."""
+"""Fraction of a GPU's memory that a trial step keeps free, for fragmentation and libraries."""
 AUGMENTED_COPIES = 4
 """Largest number of fp32 images that augmentation on a GPU holds for each image of the batch."""
 REMEDY = "set a higher engine.zero_stage, or use more ranks"
 OUT_OF_MEMORY = re.compile("out of memory|ALLOC_FAILED|can't allocate memory|bad_alloc")
-"""Messages of torch, cuBLAS and the CPU's allocator; some are not a torch.OutOfMemoryError."""
+"""Out-of-memory messages of torch, cuBLAS and the CPU's allocator. Some of these errors are not a
+torch.OutOfMemoryError."""
 
 
 def micro_batch_size(
@@ -54,7 +55,7 @@ def micro_batch_size(
     world: World,
     remedy: str = REMEDY,
 ) -> int:
-    """Return the config's local batch size or, for auto, the largest that fits."""
+    """Return the config's local batch size or, for auto, the largest that fits on every rank."""
     share = check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
     if settings.train.local_batch_size != "auto":
         return share
@@ -97,16 +98,16 @@ def micro_batch_size(
         raise error
     if world.is_first:
         write_json(path, sizes | {situation: size})
-        parts = f"{share // size} of them a step" if size < share else "one a step"
+        parts = f"{share // size} micro-batches" if size < share else "one micro-batch"
         print(
-            f"{path.parent.name}: local_batch_size auto is {size:,} samples per rank, {parts}",
+            f"{path.parent.name}: local_batch_size auto is {size:,} samples per rank,"
+            f" {parts} a step",
             flush=True,
         )
     return size
 
 
 def read_sizes(path: Path) -> dict[str, int]:
-    """Return the sizes in RUN/micro_batch.json by situation."""
     try:
         sizes = json.loads(path.read_text()) if path.exists() else {}
         if isinstance(sizes, dict) and all(type(size) is int for size in sizes.values()):
@@ -114,12 +115,12 @@ def read_sizes(path: Path) -> dict[str, int]:
     except ValueError:
         pass
     raise UserError(
-        str(path), "the file is damaged", "remove the file, and auto measures again", code="damaged"
+        str(path), "the file is damaged", "remove it to measure the size again", code="damaged"
     )
 
 
 def engine_bytes(model: nn.Module, *, settings: PretrainSettings, num_ranks: int) -> int:
-    """Return the bytes on a rank's device that a step needs besides activations."""
+    """Return the bytes that a step needs on a rank's device, without activations."""
     engine, num_weights = settings.engine, num_parameters(model)
     training = Training(
         num_weights,
@@ -147,7 +148,7 @@ def fits(
     image_size: int,
     device: torch.device,
 ) -> bool:
-    """Run a trial step. Return False if memory runs out. Nothing of the step stays in memory."""
+    """Run a trial step and free its memory. Return False if memory runs out."""
     PROGRESS.touch()
     on_gpu = device.type == "cuda"
     try:
@@ -158,7 +159,7 @@ def fits(
         if not OUT_OF_MEMORY.search(str(error)):
             raise
         is_enough = False
-    if on_gpu:  # not earlier: the error's traceback keeps the step's tensors
+    if on_gpu:  # after the `except`: the error's traceback keeps the step's tensors
         gc.collect()
         torch.cuda.empty_cache()
     return is_enough
@@ -172,7 +173,7 @@ def run_trial_step(
     image_size: int,
     device: torch.device,
 ) -> None:
-    """Run a step as the engine will, but not compiled: a compiled step needs no more memory."""
+    """Run a step like the engine's, but do not compile it: a compiled step needs no more memory."""
     dtype = DTYPES[settings.engine.precision]
     input_dtype = dtype if settings.engine.zero_stage else torch.float32
     shape = (size, 3, image_size, image_size)

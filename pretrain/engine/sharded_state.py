@@ -1,13 +1,13 @@
 """Read and write DeepSpeed's sharded state (fp32 weights, optimizer state, averages) as complete
 tensors by parameter name.
 
-This file depends on one part of DeepSpeed's private layout: the flat tensors that the wrapped
-optimizer steps, and the parameters of their elements. This works for every stage, with and without
-offload, and does not import deepspeed. tests/distributed check every stage and precision.
+This file depends on one private part of DeepSpeed: the flat tensors that the wrapped optimizer
+updates, and the positions of parameters in them. The file works for every stage, with and without
+offload, and does not import deepspeed.
 
-Reading: the first rank gathers the ranks' shards piece by piece, and copies them into (pinned) host
-memory. The other ranks need no extra memory. Writing: each rank takes its own elements out of the
-complete tensors, without communication.
+Reading: the first rank gathers the ranks' shards in pieces, and copies the pieces into (pinned)
+host memory. The other ranks need no extra memory. Writing: each rank takes its own elements out of
+the complete tensors, without communication.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,15 +22,14 @@ from pretrain.optim.segments import Layout, Segment, cut_across, cut_each
 from pretrain.ranks.world import World
 
 _GATHERED_ELEMENTS = 2**26
-"""Number of elements, of all ranks together, that the first rank's device holds while it
-gathers."""
+"""Number of elements on the first rank's device during a gather: one piece from each rank."""
 
 
 class ShardedState:
     def __init__(
         self, module: nn.Module, optimizer: Any, *, stage: int, world: World, device: torch.device
     ):
-        """`optimizer`: the optimizer of `deepspeed.initialize`."""
+        """`optimizer`: the optimizer that `deepspeed.initialize` returned."""
         self.stage, self.world, self.device, self._optimizer = stage, world, device, optimizer
         self.plain: Any = optimizer if stage == 0 else optimizer.optimizer
         """The caller's optimizer, without DeepSpeed's wrapper."""
@@ -39,10 +38,9 @@ class ShardedState:
         self._shapes = [tuple(getattr(each, "ds_shape", each.shape)) for _, each in named]
         numbers = {id(each): number for number, (_, each) in enumerate(named)}
         self.layouts = dict(self._layouts(numbers))
-        """Layout of every tensor that the optimizer steps."""
+        """Layout of each flat tensor that the optimizer updates."""
 
-    # ---- the layout: private
-    # ---------------------------------------------------------------------------------------
+    # ---- the private layout
 
     def _layouts(self, numbers: Mapping[int, int]) -> Iterator[tuple[Tensor, Layout]]:
         ranks, zero = self.world.num_ranks, self._optimizer
@@ -70,7 +68,7 @@ class ShardedState:
 
     @torch.no_grad()
     def refresh_working_weights(self) -> None:
-        """Update the working weights (low-precision, gathered) from the fp32 shards."""
+        """Update the model's working weights (low-precision or gathered) from the fp32 shards."""
         zero = self._optimizer
         if self.stage in (1, 2):
             zero.update_lp_params()
@@ -82,21 +80,21 @@ class ShardedState:
                 zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
     def forget_gradients(self) -> None:
-        """Drop the gradients of a skipped step. DeepSpeed 0.19.8, with offload and fp32
-        accumulation, would add to gradients that are not finite."""
+        """Drop the gradients of a skipped step. Otherwise DeepSpeed 0.19.8, with offload and fp32
+        accumulation, would add the next gradients to them."""
         if self.stage in (1, 2):
             self._optimizer.averaged_gradients.update(
                 dict.fromkeys(self._optimizer.averaged_gradients)
             )
 
     # ---- the optimizer's state
-    # -------------------------------------------------------------------------------------
 
     def weights(self) -> list[Tensor]:
         return list(self.layouts)
 
     def kinds(self) -> list[str]:
-        """Return the names of the state tensors that each weight has, equal on every rank."""
+        """Return the names of the optimizer's state tensors, for example exp_avg. All ranks return
+        the same names."""
         found = set[str]()
         for tensor in self.layouts:
             state = self.plain.state.get(tensor, {})
@@ -111,8 +109,8 @@ class ShardedState:
         return [self.plain.state[tensor][kind] for tensor in self.layouts]
 
     def create(self, kinds: Sequence[str], *, num_updates: int) -> None:
-        """Create the state that the optimizer's first steps would create. A restore then fills
-        it."""
+        """Create zeros for the optimizer's state, as its first step would. A restore then
+        overwrites the zeros."""
         counts = counts_steps(self.plain)
         for tensor in self.layouts:
             state = self.plain.state[tensor]
@@ -122,12 +120,11 @@ class ShardedState:
                 state["step"] = torch.tensor(float(num_updates), device=tensor.device)
 
     # ---- complete tensors
-    # ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def read(self, kinds: Mapping[str, Sequence[Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Return {kind: {name: complete copy on the host}} on the first rank, which waits for its
-        device once. Other ranks get empty mappings."""
+        """Return {kind: {name: complete tensor on the host}} on the first rank, after one wait for
+        the device. Other ranks get {kind: {}}."""
         whole_of = {kind: self._read_one(shards) for kind, shards in kinds.items()}
         if self.world.is_first and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -154,8 +151,8 @@ class ShardedState:
         return found
 
     def _pieces(self, shard: Tensor) -> Iterator[Tensor]:
-        """Yield contiguous fp32 pieces on the device. The first rank's device can hold the pieces
-        of all ranks."""
+        """Yield contiguous fp32 pieces of the shard on the device. The first rank's device can hold
+        one piece from each rank."""
         for piece in torch.split(
             shard.detach(), max(1, _GATHERED_ELEMENTS // self.world.num_ranks)
         ):
@@ -182,8 +179,7 @@ class ShardedState:
 def _copy_out(
     piece: Tensor, offset: int, segments: Sequence[Segment], rows: Sequence[Tensor]
 ) -> None:
-    """Copy a piece, which begins at `offset` in its shard, to its positions in the flat
-    parameters."""
+    """Copy a piece to the flat parameters `rows`. The piece begins at `offset` in its shard."""
     for each in segments:
         low = max(each.offset, offset)
         high = min(each.offset + each.length, offset + piece.numel())

@@ -1,15 +1,16 @@
-"""The update of ZeRO stages 1 and 2 on the device. The host waits for nothing.
+"""The update of ZeRO stages 1 and 2 on the device, without waits of the host.
 
-The engine calls it instead of DeepSpeed's step, which waits for two numbers and passes over memory
-four times more. Backward passes and the reduction are DeepSpeed's.
+The engine calls this update instead of DeepSpeed's step, which waits for two numbers and passes
+over memory four times more.
 
-1. The reduction has left the averaged gradients of each flat shard, as a row of pieces.
-2. The ranks exchange one number for the norm of all shards.
-3. `share` multiplies the gradients: 1, less with clipping, NaN if the norm is not finite.
+1. DeepSpeed's reduction has left the averaged gradients of each flat shard as a list of tensors.
+2. The ranks exchange one number to compute the norm over all shards.
+3. The gradients are multiplied by `share`. `share` is 1 (less with clipping), or NaN if the norm
+   is not finite.
 4. The optimizer steps the shards. If `share` is not finite, nothing changes. Lion also writes
    the working weights. Other optimizers get `grad_scale` and `found_inf`, as torch's GradScaler
    passes them.
-5. The working weights are gathered.
+5. The ranks gather the working weights.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from pretrain.ranks.world import World
 
 
 def updates_on_device(settings: EngineSettings) -> bool:
-    """Return False if DeepSpeed must do the update: for fp16's loss scale, for offload, and at
+    """Return False if DeepSpeed must do the update: in fp16 (loss scale), with offload, and at
     stage 3."""
     is_plain = settings.offload == "none" and settings.precision != "fp16"
     return is_plain and settings.zero_stage in (1, 2)
@@ -34,10 +35,10 @@ def updates_on_device(settings: EngineSettings) -> bool:
 
 class ShardedUpdate:
     norm: Tensor
-    """Norm of the last step's gradients on all ranks, before clipping."""
+    """Gradient norm of the last step over all ranks, before clipping."""
 
     def __init__(self, zero: Any, *, clip_norm: float, world: World):
-        """`zero`: the optimizer of `deepspeed.initialize`."""
+        """`zero`: the optimizer that `deepspeed.initialize` returned."""
         self._zero, self._plain = zero, zero.optimizer
         self._clip_norm, self._world = clip_norm, world
         self._shards: list[Tensor] = zero.single_partition_of_fp32_groups
@@ -67,7 +68,7 @@ class ShardedUpdate:
         zero.micro_step_id = -1  # its value before a step's first micro-batch
 
     def _pieces(self, number: int) -> list[Tensor]:
-        """Return the pieces of a shard's gradient in order, without padding."""
+        """Return the gradient of a shard as consecutive flat tensors, without padding."""
         if self._keeps_gradients:
             parameters = self._zero.round_robin_bit16_groups[number]
             gradients = [self._zero.get_param_gradient_attribute(each) for each in parameters]

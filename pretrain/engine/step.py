@@ -27,7 +27,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-"""Type of the working weights by `engine.precision`."""
+"""Dtype of the working weights for each `engine.precision`."""
 SUMMED_ELEMENTS = 2**16
 
 
@@ -38,7 +38,7 @@ def span(name: str) -> AbstractContextManager[object]:
 
 
 def working_in(precision: str) -> AbstractContextManager[None]:
-    """Set the precision of products in forward and backward passes."""
+    """Set the precision of matrix products inside the block."""
     return (
         products(in_tf32=precision == "tf32")
         if DTYPES[precision] == torch.float32
@@ -49,9 +49,8 @@ def working_in(precision: str) -> AbstractContextManager[None]:
 def norm_of(tensors: list[Tensor]) -> Tensor:
     """Return the norm of all tensors together, in fp32.
 
-    On a CPU, torch adds the squares of a tensor one after the other. Without rows of
-    `SUMMED_ELEMENTS` the norm of 12 million elements (a large head) would be off by 0.04 %, of 50
-    million by 0.4 %.
+    On a CPU, compute the norms of rows of `SUMMED_ELEMENTS` first. torch adds squares one after the
+    other, and the norm of 50 million elements would be off by 0.4 %.
     """
     if tensors[0].device.type == "cpu":
         tensors = [
@@ -62,15 +61,14 @@ def norm_of(tensors: list[Tensor]) -> Tensor:
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Constants of malloc.h."""
 
 
 def keep_freed_memory() -> None:
     """Let a process that computes on a CPU reuse the memory that a step frees.
 
-    Otherwise glibc returns it to the kernel, which clears every page again: a fifth of a small
-    Mixer's step. The peak is the same. Tensors above 1 GiB are still returned, because they would
-    leave holes.
+    Otherwise glibc returns the memory to the kernel, and the kernel clears every page again: a
+    fifth of the step time of a small Mixer. The peak memory does not change. glibc still returns
+    tensors above 1 GiB, because they would leave holes.
     """
     set_malloc = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_malloc is not None:  # other C libraries have none
@@ -82,8 +80,8 @@ def keep_freed_memory() -> None:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Results of a step, as numbers on the device. Reading one waits for the step, so only the
-    trainer does that."""
+    """Results of a step, as tensors on the device. Only the trainer reads the values, because
+    reading waits for the step."""
 
     loss: Tensor
     """Mean loss over this rank's part of the global batch."""
@@ -97,8 +95,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EngineState:
-    """Complete state, independent of ranks and ZeRO stages: fp32 weights and kept buffers by name,
-    optimizer state as KIND.NAME.
+    """Training state, independent of the number of ranks and the ZeRO stage: fp32 weights and kept
+    buffers by name, optimizer state by KIND.NAME.
 
     If the run has a moving average, `weights` are the averaged weights, and training resumes from
     `optimizer["weight.NAME"]`.
@@ -112,6 +110,8 @@ class EngineState:
 
 
 class Engine(Protocol):
+    """Every rank must call each method equally often."""
+
     device: torch.device
     input_dtype: torch.dtype
 
@@ -119,26 +119,22 @@ class Engine(Protocol):
         """Make one update from this rank's micro-batches of one global batch."""
 
     def logits(self, images: Tensor) -> Tensor:
-        """Return float32 logits in evaluation mode. Every rank must call it equally often."""
+        """Return float32 logits in evaluation mode."""
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Make `logits` use the averaged weights, if there are any, inside the block. Every rank
-        enters it."""
+        """Let `logits` use the averaged weights inside the block, if the run has an average."""
 
     def weight(self, name: str) -> Tensor | None:
-        """Return one complete working weight on the first rank's device. Every rank calls it."""
+        """Return one complete working weight on the first rank, and None on other ranks."""
 
     def export_state(self) -> EngineState:
-        """Return the state on the first rank, and an empty one on the others. Every rank calls it.
-        Later training does not change the state."""
+        """Return the state on the first rank, and an empty state on other ranks. Later training
+        does not change it."""
 
-    def import_state(self, state: EngineState) -> None:
-        """Load the complete state. Every rank calls it."""
+    def import_state(self, state: EngineState) -> None: ...
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Let the model recompute its blocks' activations in the backward pass instead of keeping
-    them."""
     try:
         model.set_grad_checkpointing(True)
     except (AttributeError, ValueError) as error:
@@ -151,12 +147,11 @@ def checkpoint_activations(model: Any) -> None:
 
 
 def compile_blocks(model: nn.Module, **how: Any) -> None:
-    """Compile the blocks (`repeated_parts`) one by one, in place, because a wrapper would rename
-    weights.
+    """Compile each block of `repeated_parts` in place. A wrapper would rename the weights.
 
-    Blocks of one kind share their graphs, so a deep model compiles as quickly as a shallow one.
-    Gradients are sent between the backward passes of two blocks; one graph of the model would send
-    them at its end.
+    Blocks of one kind share their graphs, so a deep model compiles as quickly as a shallow one. The
+    engine sends the gradients of a block during the backward pass of the next block. One graph for
+    the model would delay them to its end.
     """
     parts = repeated_parts(model) or [model]
     config = torch._dynamo.config
@@ -168,8 +163,8 @@ def compile_blocks(model: nn.Module, **how: Any) -> None:
 
 
 def repeated_parts(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of any model, also of timm. These are the members of the innermost
-    sequences whose members have one class and contain modules."""
+    """Return the blocks of any model, including timm's. Blocks are the members of an innermost
+    Sequential or ModuleList if all members have one class and submodules."""
     children = list(model.children())
     found = [part for child in children for part in repeated_parts(child)]
     is_sequence = (
@@ -210,11 +205,11 @@ def one_pass_loss(
     weight_B: Tensor | None,
     smoothing: float,
 ) -> Tensor:
-    """Return the same loss by operations that a compiler fuses into two passes: over the logits,
-    and over their gradient.
+    """Return the loss of `loss_of` by operations that a compiler fuses into two passes, one over
+    the logits and one over their gradient.
 
     Classes are compared, not indexed, because the gradient of an index is scattered into zeros.
-    Without a compiler this is slower.
+    Without a compiler, this function is slower than `loss_of`.
     """
     wide_BK = logits_BK.float()
     classes_K = torch.arange(logits_BK.shape[1], device=logits_BK.device)
@@ -233,6 +228,6 @@ def one_pass_loss(
 
 @functools.cache
 def _compiled_loss() -> Callable[..., Tensor]:
-    """Compile the loss, even if the model is not compiled. Separate operations move 17.7 GB for two
-    cross-entropies of 16,384 x 11,230 logits."""
+    """Compile the loss, even if the model is not compiled. Separate operations move 17.7 GB of
+    memory for two cross-entropies of 16,384 x 11,230 logits."""
     return torch.compile(one_pass_loss, dynamic=False)

@@ -11,12 +11,11 @@ Stage 0 keeps fp32 weights in any precision. The optimizer keeps K values per we
     3      w P/N    4 P/N   4 K P/N    4 P/N                 at most 3 r w P A
 
 * The sum over micro-batches is in fp32. It takes 4 P + 4 P/N in bf16 and 8 P in fp32, or 4 P on
-  one rank. fp16 and offload have 4 P + 4 P/N without accumulation, too.
+  one rank. fp16 and offload need 4 P + 4 P/N even without accumulation.
 
-r = (N - 1) / N is the fraction that a ring sends. Stage 1 reduces once a step, stages 2 and 3 with
+r = (N - 1) / N is the fraction that a ring sends. Stage 1 reduces once a step, stages 2 and 3 in
 each micro-batch. Stage 2 reduces by an all-reduce. Stage 3 gathers the weights twice and scatters
 the gradients once. Activations and padding are not included.
-tests/distributed/test_zero_cost.py compares this with real ranks.
 """
 
 import math
@@ -38,7 +37,7 @@ Offload = Literal["none", "optimizer", "all"]
 NUM_STATES = {"lion": 1, "sgd": 1, "adamw": 2}
 """Optimizer values per weight (K), by `optimizer.name`."""
 MAX_BUCKET_ELEMENTS = 25_000_000
-"""Number of gradients that are reduced together. DeepSpeed's default of 500 million takes 1 GB in
+"""Largest number of gradients to reduce together. DeepSpeed's default of 500 million takes 1 GB in
 bf16 even for a small model."""
 
 
@@ -53,7 +52,6 @@ class Training:
     precision: Precision
     num_ranks: int
     num_states: int = 1
-    """Optimizer values per weight."""
     accumulation_steps: int = 1
     ema: bool = False
     offload: Offload = "none"
@@ -65,11 +63,12 @@ class Training:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes on a rank's device."""
+    """Bytes that a rank holds on its device."""
 
     on_device: float
     bucket: float
-    """Part of `on_device` that only stage 3 keeps between two steps."""
+    """Bytes of communication buckets, included in `on_device`. Only stage 3 keeps them between two
+    steps."""
 
 
 def held(training: Training) -> Held:
@@ -99,7 +98,6 @@ def _gradients_at_stage_1(training: Training) -> float:
 
 
 def bytes_sent(training: Training) -> float:
-    """Return the bytes that a rank sends in one step."""
     ring, steps = (training.num_ranks - 1) / training.num_ranks, training.accumulation_steps
     times = {0: 2, 1: 3, 2: 2 * steps + 1, 3: 3 * steps}[training.stage]
     return times * ring * training.num_parameters * training.bytes_per_weight
@@ -112,7 +110,7 @@ def bytes_sent(training: Training) -> float:
 class Cluster:
     gpus_per_node: int
     gbit_per_s: float = 200
-    """Bandwidth of a node's network. A ring over several nodes uses it once."""
+    """Network bandwidth of a node. A ring over several nodes enters and leaves a node once."""
     gbit_per_s_inside: float = 3600
     """Bandwidth between two GPUs of a node: 3600 for NVLink 4, 500 for PCIe 5."""
     teraflops: float = 300
@@ -132,11 +130,12 @@ class Plan:
 
     @property
     def step_flops(self) -> int:
-        """Return the FLOP of the complete batch, for forward and backward pass."""
+        """Return the FLOP of one step: forward and backward pass of the global batch."""
         return 3 * 2 * self.cost.multiply_adds * self.global_batch_size
 
     def gpu_hours(self, num_steps: int) -> float:
-        """Return a lower bound of the GPU-hours: only compute, at `teraflops`."""
+        """Return a lower bound of the GPU-hours: the compute time at `teraflops`, without
+        communication."""
         return num_steps * self.step_flops / (self.cluster.teraflops * 1e12) / 3600
 
     def training(self, stage: Stage, num_nodes: int) -> Training:
@@ -152,13 +151,13 @@ class Plan:
         return self.step_flops / num_gpus / (self.cluster.teraflops * 1e12)
 
     def step_s(self, num_nodes: int) -> float:
-        """Return compute + network time that is not hidden.
+        """Return the seconds of a step: compute, and the network time that compute does not hide.
 
         Stages 1 and 2 reduce gradients in k buckets during the backward pass (two thirds of the
         compute). Stage 1 does so in the last micro-batch, stage 2 in each. Stage 3 fetches weights
-        during both passes. A reduction r during compute b hides min(b, r) (1 - 1/k), because the
-        last bucket comes after it. Stage 0 reduces after the backward pass. Stages 1 and 2 gather
-        weights after the update.
+        during both passes. Compute of b seconds hides min(b, r) (1 - 1/k) of a reduction of r
+        seconds, because the last bucket comes after the compute. Stage 0 reduces after the backward
+        pass. Stages 1 and 2 gather weights after the update.
         """
         cluster, training = self.cluster, self.training(self.stage, num_nodes)
         gbit_per_s = cluster.gbit_per_s_inside
@@ -177,7 +176,8 @@ class Plan:
         return compute_s + network_s - hidden_s
 
     def best(self, num_nodes: Sequence[int]) -> int:
-        """Return the number of nodes with the shortest step; the lowest one of several."""
+        """Return the number of nodes with the shortest step. If several are equally fast, return
+        the lowest."""
         return min(num_nodes, key=lambda count: (self.step_s(count), count))
 
 
@@ -197,7 +197,7 @@ def plan_of(
 
 
 def slower_than_fewer(plan: Plan, num_nodes: int) -> str | None:
-    """Return a warning if fewer nodes (1, 2, 4, ...) would take less time for a step."""
+    """Return a warning if a step would take less time on fewer nodes (1, 2, 4, ...)."""
     cluster = plan.cluster
     counts = [1 << power for power in range(num_nodes.bit_length()) if 1 << power < num_nodes]
     fewer = [
@@ -207,8 +207,8 @@ def slower_than_fewer(plan: Plan, num_nodes: int) -> str | None:
     if best == num_nodes:
         return None
     return (
-        f"{_nodes(num_nodes)} would take {_ms(plan.step_s(num_nodes))} a step, {_nodes(best)}"
-        f" {_ms(plan.step_s(best))} (at {cluster.teraflops:g} TFLOP/s a GPU and"
+        f"{_nodes(num_nodes)} would take {_ms(plan.step_s(num_nodes))} a step, but"
+        f" {_nodes(best)} {_ms(plan.step_s(best))} (at {cluster.teraflops:g} TFLOP/s a GPU and"
         f" {cluster.gbit_per_s:g} Gbit/s a node); use --nodes={best}"
     )
 

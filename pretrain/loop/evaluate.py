@@ -33,9 +33,9 @@ class Scores:
     loss: float
     num_samples: int
     real: float | None = None
-    """Top-1 accuracy by ReaL labels; None if the split has none."""
+    """Top-1 accuracy with ReaL labels, or None if the split has no ReaL labels."""
     class_top1: float | None = None
-    """Mean of the classes' top-1 accuracies; None if all classes have the same size."""
+    """Mean top-1 accuracy of the classes, or None if all classes have the same size."""
 
     def metrics(self, prefix: str) -> dict[str, float]:
         return {
@@ -100,7 +100,7 @@ def evaluate(
     assert size + skipped == reader.num_samples, (size, skipped, reader.num_samples)
     if size == 0:
         place = str(reader.parts[0].directory)
-        problem, fix = "no image of the split decodes", f"run data_prep verify {place}"
+        problem, fix = "no image of the split can be decoded", f"run data_prep verify {place}"
         raise DatasetError(place, problem, fix, code="damaged")
     are_unequal = any(part.content.largest_class is not None for part in reader.parts)
     return Scores(
@@ -114,8 +114,8 @@ def evaluate(
 
 
 def _heeding(stop: StopFlag, batches: Iterator[Batch], *, device: torch.device) -> Iterator[Batch]:
-    """Yield the batches until a rank must stop. Ranks learn of it one batch later, so no rank
-    waits."""
+    """Yield the batches. Raise Interrupted if a rank must stop. Ranks learn of the stop one batch
+    later, so no rank waits."""
     vote: Exchange | None = None
     while True:
         with stop.waiting():
@@ -131,7 +131,7 @@ def _heeding(stop: StopFlag, batches: Iterator[Batch], *, device: torch.device) 
 
 
 def _count(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """Return (top-1, top-5, loss, number) of each row; zeros for masked rows."""
+    """Return (top-1, top-5, loss, number) of each row, or zeros for masked rows."""
     top = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels.unsqueeze(1)
     losses = cross_entropy(logits.float(), labels, reduction="none")
     columns = (top[:, 0], top.any(dim=1), losses, torch.ones_like(losses))

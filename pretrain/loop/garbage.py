@@ -1,7 +1,6 @@
-"""Collect garbage at the same steps on all ranks.
+"""Run Python's garbage collection at the same steps on all ranks.
 
-Python collects when its own counters are full. Each rank would do that at another step, and the
-other ranks would wait.
+The automatic collection would run at another step on each rank, and the other ranks would wait.
 """
 
 import gc
@@ -15,7 +14,7 @@ COLLECT_EVERY_STEPS = 50
 
 @contextmanager
 def fixed_collection() -> Iterator[None]:
-    """Turn automatic collection off. Existing objects are not checked again."""
+    """Turn automatic collection off inside the block. Later collections skip existing objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     gc.collect()

@@ -1,7 +1,7 @@
 """The throughput of training (`Meter`), and the peak FLOP/s of a device, for MFU.
 
-The peak is the dense value in a GPU's data sheet. For other GPUs and for CPUs a product of two
-square matrices measures it. All ranks measure at once, because they may share cores.
+The peak is the dense value in a GPU's data sheet. For other GPUs and for CPUs it is measured with
+products of square matrices. All ranks measure at once, because they may share cores.
 """
 
 import re
@@ -34,15 +34,13 @@ SHEETS = (
     (r"RTX 3090", {"bf16": 71.0, "fp16": 71.0, "tf32": 35.6, "fp32": 35.6}),
     (r"RTX 4090", {"bf16": 165.2, "fp16": 165.2, "tf32": 82.6, "fp32": 82.6}),
 )
-"""Peaks by GPU name. A MIG part or a variant (RTX 4090 D) has another name, so its peak is
-measured."""
+"""Dense peaks in TFLOP/s by GPU name and precision. A MIG part or a variant (RTX 4090 D) has
+another name, so its peak is measured."""
 MEASURE_S = 0.15
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak of one rank's device."""
-
     teraflops: float
     source: str
 
@@ -93,7 +91,7 @@ def measured_peak(device: torch.device, *, precision: str) -> Peak:
         if on_gpu:
             torch.cuda.synchronize(device)
         best_s = min(best_s, time.perf_counter() - start_s)
-    return Peak(2 * side**3 / best_s / 1e12, f"measured, product of {side} x {side}")
+    return Peak(2 * side**3 / best_s / 1e12, f"measured with products of {side} x {side} matrices")
 
 
 @dataclass
@@ -103,15 +101,15 @@ class Meter:
 
     global_batch_size: int
     flops_per_image: float
-    """FLOP of the forward and backward pass; 0 if unknown."""
+    """FLOP of the forward and backward pass, or 0 if unknown."""
     peak_teraflops: float
-    """Peak of all ranks together."""
+    """Sum of the peaks of all ranks."""
     device: torch.device
     _seconds: list[float] = field(default_factory=list)
-    """Duration of each step since the last reading."""
+    """Seconds of each step since the last reading."""
     _wait_s: float = 0.0
     _num_steps: int = -1
-    """Number of steps of this attempt, without its first one."""
+    """Number of steps of this attempt, without the first step."""
     _all_s: float = 0.0
 
     def restart(self) -> None:

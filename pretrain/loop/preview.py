@@ -24,7 +24,6 @@ from pretrain.tracking.pictures import fed_sheet
 def preview(
     settings: PretrainSettings, data: TrainingData, *, count: int, epoch: int, num_threads: int
 ) -> Image.Image:
-    """Draw the first `count` input images of an epoch."""
     if count < 2 or count % 2:
         raise UserError(
             "count",

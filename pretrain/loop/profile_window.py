@@ -17,8 +17,8 @@ from pretrain.ranks.world import World
 
 
 class ProfileWindow:
-    """Call `begin_step` before each step. Call `close` after the step of `is_last`, and after the
-    loop."""
+    """Profiler of the steps in `tracking.profile`. Call `begin_step` before each step. Call `close`
+    after the step of `is_last`, and after the loop."""
 
     def __init__(self, window: str | None, run_dir: Path, *, world: World, device: torch.device):
         self._steps = parse_window(window) if window else range(0)
@@ -43,7 +43,7 @@ class ProfileWindow:
         return self._profiler is not None and step == self._steps[-1]
 
     def close(self) -> None:
-        """Write the trace, if one was begun. A full disk does not end the run."""
+        """Write the trace if the profiler has run. A full disk does not end the run."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return

@@ -1,10 +1,10 @@
 """Count and record the steps that the engine skipped because the loss or a gradient was not finite.
-Too many in a row are an error.
+Too many in a row raise TooManySkippedSteps.
 
 A skipped step changes only the position in the data, on every rank. RUN/skipped_steps/rank-R.jsonl
-gets a line for each sample (step, loss, sample, shard, key). Only ranks whose own loss was not
-finite write, or all ranks if only gradients were not. In fp16, steps with finite losses are skipped
-while the loss scale is searched; they are counted, but not written.
+gets a line for each sample (step, loss, sample, shard, key). A rank writes if its own loss was not
+finite. If only gradients were not finite, all ranks write. In fp16, the search for the loss scale
+skips steps with finite losses. These steps are counted, but not written.
 """
 
 import json
@@ -24,8 +24,6 @@ MAX_WRITTEN = 50
 
 
 class TooManySkippedSteps(UserError):  # noqa: N818
-    """Training has diverged, or the data is broken."""
-
     of_all_ranks = True
 
 
@@ -46,10 +44,9 @@ class SkippedSteps:
         self.total = self.in_a_row = 0
         self._num_written = 0
         self._are_named = False
-        """True if a rank has written samples of the latest steps skipped in a row."""
+        """True if a rank has written the samples of the latest steps that were skipped in a row."""
 
     def go_on(self, *, total: int, in_a_row: int) -> None:
-        """Continue from the counts of a checkpoint."""
         self.total, self.in_a_row = total, in_a_row
 
     def note(self, step: int, agreed: Agreed) -> None:
@@ -67,7 +64,7 @@ class SkippedSteps:
             return
         fix = (
             "set engine.precision=bf16, or a lower optimizer.lr, in another run_dir. The gradients"
-            " overflow in fp16 at every loss scale, and no sample causes it"
+            " overflow in fp16 at every loss scale, whatever the sample"
         )
         if self._are_named:
             fix = (
@@ -94,7 +91,6 @@ class SkippedSteps:
 
 
 def samples_of_rank(order: Line, plan: BatchPlan, *, step: int, rank: int) -> Ids:
-    """Return the samples of a rank in the step's global batch."""
     consumed = step * plan.global_batch_size
     positions = [
         plan.positions(consumed=consumed, micro_step=micro_step, rank=rank)

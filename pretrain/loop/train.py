@@ -77,12 +77,12 @@ class Task(ABC):
     """Differences between pretraining and fine-tuning."""
 
     name: RecordedTask = "pretrain"
-    """Task in the run's record."""
+    """Name of the task in the run's record."""
     parent_key: str | None = None
     """Key of the parent run in tracking databases, if `parent_dir` has none."""
     parent_dir: Path | None = None
     start: Checkpoint | None = None
-    """Checkpoint whose weights the run begins with."""
+    """Checkpoint with the initial weights, or None."""
     is_branch = False
     """True if the run also continues the optimizer and data position of `start`."""
     remedy = REMEDY
@@ -106,7 +106,7 @@ class Task(ABC):
 
     @abstractmethod
     def model(self) -> ImageModel:
-        """Return the model with the weights that the run begins with."""
+        """Return the model with its initial weights."""
 
     @abstractmethod
     def engine(
@@ -114,14 +114,15 @@ class Task(ABC):
     ) -> Engine: ...
 
     def record_result(self, result: Mapping[str, Any], tracker: Tracker) -> None:  # noqa: B027 (nothing, by default)
-        """Called on the first rank after the result is saved."""
+        """Record the result elsewhere. The first rank calls this method after it has saved the
+        result."""
 
 
 class Pretraining(Task):
     def __init__(
         self, settings: PretrainSettings, data: TrainingData, start: Checkpoint | None = None
     ):
-        """`start`: the checkpoint of settings.start_from; None if the run has a checkpoint."""
+        """`start`: checkpoint of settings.start_from, or None if the run has its own checkpoint."""
         # importing takes seconds, and fine-tuning does not need it
         from pretrain.engine import deepspeed
 
@@ -243,7 +244,8 @@ def train(task: Task, world: World) -> Outcome:
 
 @contextmanager
 def _claimed(task: Task, stop: StopFlag) -> Iterator[None]:
-    """Lock the run directory, and write the run's record. An interrupted wait writes nothing."""
+    """Lock the run directory, and write the run's record. If the wait for the lock is interrupted,
+    write nothing."""
     run_dir, config, start = Path(task.settings.run_dir), task.config, task.start
     with claim(run_dir, config, ranks=task.settings.engine, stop=stop):
         code, seed = code_of(task.settings.model), config.train.seed
@@ -252,7 +254,8 @@ def _claimed(task: Task, stop: StopFlag) -> Iterator[None]:
 
 
 def log_to(path: Path) -> None:
-    """Write warnings of these libraries and of Python to this file instead of the console."""
+    """Write warnings of Python, DeepSpeed and torch's extensions to this file instead of the
+    console."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -264,7 +267,7 @@ def log_to(path: Path) -> None:
 
 
 def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) -> Trainer:
-    """Make all parts of the training, in order. All ranks call it together."""
+    """Create all parts of the training, in order. All ranks must call this function together."""
     settings, train, run_dir = task.settings, task.settings.train, Path(task.settings.run_dir)
     model = task.model()
     num_weights = num_parameters(model)  # before ZeRO shards them
@@ -363,11 +366,11 @@ def _run(trainer: Trainer, task: Task) -> Outcome:
 
 
 def restore(trainer: Trainer, task: Task) -> TrainerState:
-    """Give the trainer the state that the run begins with:
+    """Give the trainer its initial state:
 
-    1. It resumes from its own newest checkpoint, in RUN or in the remote.
-    2. Or it branches from another run's checkpoint (start_from=RUN@LENGTH), with optimizer and
-       position, but with records of its own.
+    1. It resumes from the newest checkpoint of the run, in RUN or in the remote.
+    2. Or it branches from another run's checkpoint (start_from=RUN@LENGTH), with that run's
+       optimizer and position, but with new records.
     3. Or it begins with the weights of `task.start`, which `task.model` has loaded.
     4. Or it begins with new weights.
     """
@@ -407,7 +410,7 @@ def restore(trainer: Trainer, task: Task) -> TrainerState:
         if trainer.data.settings.stream:
             notes += "; the stream begins again, in another order"
         if is_command(trainer.data.settings.dataset):
-            notes += "; data.dataset: its command has the recorded hash"
+            notes += "; the command in data.dataset has the recorded hash"
         print(f"{run}: resuming from {place.name if own else place}{notes}")
         if before is not None and now is not None and before != now:
             print(
@@ -421,8 +424,8 @@ def restore(trainer: Trainer, task: Task) -> TrainerState:
 def agreed_checkpoint(
     run_dir: Path, world: World, *, device: torch.device, remote: Remote | None = None
 ) -> Checkpoint | None:
-    """Return the newest complete checkpoint, on which all ranks agree. One rank of each node
-    verifies it. Without a remote the nodes share RUN. If the run has a remote, the first rank
+    """Return the newest complete checkpoint. All ranks agree on it, and one rank of each node
+    verifies it. Without a remote, the nodes must share RUN. If there is a remote, the first rank
     chooses and the other nodes fetch."""
 
     def newest_here() -> Checkpoint | None:
@@ -456,7 +459,7 @@ def agreed_checkpoint(
 
 
 def open_tracker(task: Task, facts: dict[str, Any], world: World) -> tuple[str, Tracker]:
-    """Return the run key and the tracker. The trackers of other ranks do nothing."""
+    """Return the run key and the tracker. On other ranks the tracker does nothing."""
     if not world.is_first:
         return "", Tracker(None, params={}, tags={})
     settings, tracking, data = task.settings, task.settings.tracking, task.data
@@ -483,7 +486,6 @@ def open_tracker(task: Task, facts: dict[str, Any], world: World) -> tuple[str, 
 
 
 def card_of(task: Task, *, run_key: str) -> ModelCard:
-    """Return the checkpoint metadata. Each checkpoint adds its step."""
     data, settings, (crop, interpolation) = task.data, task.settings, task.data.squares
     return ModelCard(
         model=settings.model,

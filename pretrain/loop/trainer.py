@@ -56,7 +56,7 @@ from pretrain.tracking.pictures import (
 from pretrain.tracking.tracker import Tracker
 
 NUM_SHOWN, COLUMNS = 40, 5
-"""Input images on the first sheet; columns of the sheet of first-layer filters."""
+"""Number of input images on the first sheet, and columns on the sheet of first-layer filters."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ class QueuedStep:
     lr: float
     asked: Moment
     given: Moment
-    """Time at which the device received the data that it waited for since `asked`."""
+    """Moment at which the device received the data. The wait for the data began at `asked`."""
     exchange: Exchange
 
 
 @dataclass
 class Trainer:
-    """Training loop over the parts that `assemble` makes. All ranks create it together."""
+    """Training loop over the parts that `assemble` makes. All ranks create the trainer together."""
 
     settings: PretrainSettings
     data: TrainingData
@@ -189,7 +189,6 @@ class Trainer:
         )
 
     def _schedule_of(self, num_steps: int) -> Schedule:
-        """Return the learning rates for a run of `num_steps` steps."""
         wanted = self.settings.schedule
         asked = self._steps(wanted.warmup)
         warmup = fit_warmup(asked, num_steps=num_steps)
@@ -358,7 +357,6 @@ class Trainer:
         return self.settings.train.loader_threads or self.world.num_cores
 
     def _show_inputs(self, prepared: Prepared) -> None:
-        """Log the first input images of the run."""
         sample, data = first_of(prepared, count=NUM_SHOWN), self.data
         self.tracker.picture(
             "fed",
@@ -373,8 +371,8 @@ class Trainer:
         )
 
     def _show_filters(self) -> None:
-        """Log the filters of the first layer. Every rank calls it, because weights may be
-        sharded."""
+        """Log the filters of the first layer. Every rank must call this method, because weights may
+        be sharded."""
         side = filter_side(self.settings.model, image_size=self.data.image_size)
         if side is None or not self.settings.tracking.enabled:
             return
@@ -391,8 +389,8 @@ class Trainer:
 
 
 def in_words(reading: dict[str, float], scores: Scores | None, *, scored_step: int) -> str:
-    """Return the note of the progress line. `scored_step`: the step of the scores, which may be
-    older than the line's step."""
+    """Return the note of the progress line. `scored_step`: step of the scores, at most the line's
+    step."""
     parts = [f"epoch {reading['train/epoch']:.1f}"] if "train/epoch" in reading else []
     if "train/loss" in reading:
         parts.append(f"training loss {reading['train/loss']:.3f}")

@@ -1,4 +1,4 @@
-"""Optimizers. Weight decay is decoupled in all of them, per group of parameters."""
+"""Optimizers with decoupled weight decay for each parameter group."""
 
 from pretrain.optim.build import build_optimizer, counts_steps, parameter_groups, set_lr
 from pretrain.optim.lion import Lion

@@ -1,7 +1,8 @@
-"""Build the optimizer of a config, over groups of parameters with equal treatment.
+"""Build the optimizer of a config. Parameters with the same weight decay and learning rate are one
+group.
 
-Weight decay is decoupled. It applies to matrices (also sparse ones) unless decay=all. Default betas
-come from the optimizer's paper.
+Weight decay is decoupled. It applies to matrices (dense or sparse), or to all parameters if
+decay=all. Default betas come from the optimizer's paper.
 """
 
 import re
@@ -18,7 +19,7 @@ from pretrain.optim.lion import Lion
 
 
 def counts_steps(optimizer: Any) -> bool:
-    """Return True if the optimizer's state has a `step`, which a restored state must set."""
+    """Return True if the optimizer counts steps. A restored state must then set `step`."""
     return isinstance(optimizer, torch.optim.AdamW)
 
 
@@ -57,7 +58,7 @@ class DecoupledSgd(torch.optim.SGD):
             kept: Any = 1 - group["lr"] * group["decoupled_decay"]
             if is_skipped is not None:
                 kept = torch.where(is_skipped > 0, 1.0, kept)
-                # torch would leave the buffers of a skipped first step uninitialized
+                # torch would not initialize the buffers in a skipped first step
                 for weight in weights if group["momentum"] else ():
                     self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
             if weights and group["decoupled_decay"]:
@@ -66,7 +67,8 @@ class DecoupledSgd(torch.optim.SGD):
 
 
 def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
-    """Return groups by (decayed or not) x learning rate; `set_lr` multiplies with `lr_scale`."""
+    """Return a group for each pair of weight decay (on or off) and `lr_scale`. `set_lr` multiplies
+    the learning rate by `lr_scale`."""
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     known: dict[str, int] = getattr(model, "layers", dict)()
     layers = {name: known.get(name, _layer(name)) for name, _ in model.named_parameters()}
@@ -79,7 +81,7 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
             code="conflict",
         )
     for name, parameter in model.named_parameters():
-        # the last block has the full learning rate, each layer below a fraction of the next one
+        # each layer has `layer_decay` times the learning rate of the next layer
         layer = num_layers - 1 if name.startswith("norm") else layers[name]
         scale = float(settings.layer_decay ** (num_layers - 1 - layer))
         if name.startswith("head."):
@@ -99,7 +101,6 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
 
 
 def _layer(name: str) -> int:
-    """Return the number of a block, from 1; 0 for parameters before the blocks."""
     found = re.search(r"(?:^|\.)blocks\.(\d+)\.", name)
     return int(found[1]) + 1 if found else 0
 

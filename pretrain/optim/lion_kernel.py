@@ -1,8 +1,8 @@
-"""Lion on a GPU in one pass: read weight, gradient and momentum; write weight, momentum and the
-copy that the model works with.
+"""Lion as one Triton kernel. The kernel reads weight, gradient and momentum, and writes weight,
+momentum and the model's working weight.
 
-The bits equal `lion.guarded` and the pass on CPUs. Triton comes with torch for GPUs; nothing else
-imports this file.
+The results equal `lion.guarded` and the CPU loop bit for bit. Only lion.py imports this file,
+because torch for CPUs comes without Triton.
 """
 
 from typing import Any

@@ -18,7 +18,7 @@ class Schedule:
         """Return the learning rate of the update from `step` to `step + 1`."""
         if step < self.warmup_steps:
             start = self.settings.warmup_from
-            if start is None:  # a line from 0, which began one step earlier
+            if start is None:  # linear from 0 at step -1
                 start = self.base_lr / (self.warmup_steps + 1)
             return start + (self.base_lr - start) * step / self.warmup_steps
         done = min(1.0, (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps))

@@ -1,4 +1,4 @@
-"""Elements of parameters in ZeRO's flat shards, as integers that are equal on every rank. Padding
+"""Positions of parameters in ZeRO's flat shards. Every rank computes the same positions. Padding
 belongs to no segment."""
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a parameter: `length` elements, from `offset` in the flat tensor and from `start` in
+    """`length` elements of a parameter. They begin at `offset` in the flat tensor and at `start` in
     the parameter."""
 
     parameter_number: int
@@ -19,7 +19,8 @@ class Segment:
 
 
 Layout = tuple[tuple[Segment, ...], ...]
-"""Segments of one flat tensor by rank. Ranks that hold copies have the same segments."""
+"""For each rank, the segments of its shard of one flat tensor. Ranks with copies of the same
+elements have the same segments."""
 
 
 def cut_across(parameters: Sequence[Segment], *, shard_size: int, num_ranks: int) -> Layout:
@@ -36,7 +37,8 @@ def cut_across(parameters: Sequence[Segment], *, shard_size: int, num_ranks: int
 
 
 def cut_each(numels: Sequence[tuple[int, int]], *, num_ranks: int) -> Layout:
-    """Cut every parameter, given as (number, numel), into equal parts (stage 3)."""
+    """Cut each parameter into equal parts (stage 3). `numels`: pairs (parameter number, number of
+    elements)."""
     parts = [-(-numel // num_ranks) for _, numel in numels]
     offsets = [0, *accumulate(parts)]
     return tuple(

@@ -1,4 +1,4 @@
-"""Exchanges between ranks outside the engine. A single process skips them."""
+"""Communication between ranks outside the engine. A single process skips it."""
 
 import time
 from collections.abc import Callable
@@ -29,12 +29,13 @@ def all_sum(values: Tensor) -> Tensor:
 
 
 def mean_over_ranks(values: Tensor) -> Tensor:
-    """Average over ranks in place."""
+    """Average a tensor over ranks, in place."""
     return all_sum(values).div_(dist.get_world_size()) if is_distributed() else values
 
 
 class Moment:
-    """Point in time of a device's work. A GPU uses its own clock, so the host does not wait."""
+    """Point in time of a device's work. A GPU measures it with its own clock, so the host does not
+    wait."""
 
     def __init__(self, device: torch.device):
         self._now_s = time.monotonic()
@@ -43,7 +44,7 @@ class Moment:
             self.event.record()
 
     def seconds_since(self, earlier: "Moment") -> float:
-        """Return the seconds between both moments, which must have passed."""
+        """Return the seconds since `earlier`. Both moments must have passed."""
         if self.event is None or earlier.event is None:
             return self._now_s - earlier._now_s
         return float(earlier.event.elapsed_time(self.event)) / 1000
@@ -54,23 +55,22 @@ class Agreed:
     """Facts about a step that all ranks know."""
 
     loss: float
-    """Mean loss over ranks; not finite if the loss of any rank is not."""
+    """Mean loss over ranks. It is not finite if the loss of any rank is not finite."""
     gradient_norm: float
     votes: int
     """Number of ranks that voted to stop."""
     num_bad: int
     own_loss: float
-    """This rank's own loss."""
     applied: bool = True
     """True if the step was applied on all ranks."""
 
 
 class Exchange:
-    """The one exchange of a step. It starts after the step, and is read later, at most one step
-    later.
+    """The only exchange between ranks in a step. It starts after the step, and is read at most one
+    step later.
 
-    Nothing waits until `read`: on a GPU the sums arrive in pinned memory after the step's kernels,
-    on a CPU gloo works in the background.
+    The host does not wait until `read`. On a GPU the sums arrive in pinned memory after the step's
+    kernels. On a CPU gloo works in the background.
     """
 
     def __init__(
@@ -120,7 +120,6 @@ def any_rank(flag: bool, *, device: torch.device) -> bool:
 
 
 def highest(value: int, *, device: torch.device) -> int:
-    """Return the highest value of all ranks."""
     if not is_distributed():
         return value
     values = torch.tensor(value, device=device)
@@ -151,9 +150,9 @@ class FailedElsewhere(UserError):  # noqa: N818
 
 
 def on_all_ranks(work: Callable[[], T], *, device: torch.device, field: str) -> T:
-    """Return the result of `work` on this rank once all ranks have theirs. No collective waits
-    long, however slow a disk is. Long work marks its progress itself. A rank on which it fails
-    raises its own error, and the others raise `FailedElsewhere` with the field."""
+    """Run `work` on each rank, and return this rank's result when all ranks are done. Collectives
+    wait only briefly, even if a disk is slow. Long work must report its own progress. A rank on
+    which `work` fails raises its own error; other ranks raise `FailedElsewhere` with the field."""
     thread = futures.ThreadPoolExecutor(1, thread_name_prefix="on-all-ranks")
     found = thread.submit(work)
     thread.shutdown(wait=False)

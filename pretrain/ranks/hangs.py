@@ -1,11 +1,11 @@
 """The progress of each rank: its last mark, and the time since the last sign of progress.
 
-The loop marks each stage (`PROGRESS.mark`); long work within a stage reports progress (`touch`).
-Both take no lock and do not wait for a device.
+The loop marks each stage (`PROGRESS.mark`). Long work within a stage reports progress (`touch`).
+Both methods take no lock and do not wait for a device.
 
-All ranks pass the same marks in the same order. The ranks with the fewest marks are behind, and the
-others wait for them. While one of the ranks behind progresses, there is no hang. The watchdog sends
-each rank's standing to the first rank, which decides (`Standings`).
+All ranks pass the same marks in the same order. The ranks with the fewest marks lag, and the other
+ranks wait for them. The run hangs if no lagging rank progresses. The watchdog sends each rank's
+standing to the first rank, which decides (`Standings`).
 """
 
 import time
@@ -21,7 +21,7 @@ _CONFIRMATIONS = 2
 
 
 class Standing(NamedTuple):
-    """The last mark of a rank, and the time without progress since then."""
+    """Last mark of a rank, and the seconds without progress since this mark or its last `touch`."""
 
     number: int
     step: int
@@ -33,17 +33,16 @@ class Standing(NamedTuple):
 
 
 class Progress:
-    """The marks of this process. Other threads read them without a lock, so each attribute is one
-    value."""
+    """Marks of this process. Each attribute is one value, so threads read it without a lock."""
 
     def __init__(self) -> None:
         self._mark = (0, 0, "starting")
         """Number of the mark, step and stage."""
         self._touched_s: float | None = None
-        """Time of the last progress, without pauses; None before the first mark."""
+        """Time of the last progress, without pauses. None before the first mark."""
         self._num_trusted = 0
         self._paused_s = 0.0
-        """Seconds in which this process could not run; only the watchdog writes them."""
+        """Seconds in which this process was suspended. Only the watchdog writes this attribute."""
 
     def mark(self, stage: str, *, step: int | None = None) -> None:
         """Begin the next stage. `step`: current step, from 1 on (default: unchanged)."""
@@ -53,7 +52,7 @@ class Progress:
 
     @contextmanager
     def waiting(self, stage: str) -> Iterator[None]:
-        """Mark a wait for ranks that are behind, as a stage within the current one."""
+        """Mark a wait for lagging ranks, as a stage within the current stage."""
         before = self._mark[2]
         self.mark(stage)
         yield
@@ -61,7 +60,8 @@ class Progress:
 
     @contextmanager
     def trusting(self) -> Iterator[None]:
-        """Do not count work with its own time limit, for example a transfer, as a hang."""
+        """Count no time inside the block toward a hang. Use it for work with its own time limit,
+        for example a transfer."""
         self._num_trusted += 1
         try:
             yield
@@ -70,11 +70,11 @@ class Progress:
             self.touch()
 
     def touch(self) -> None:
-        """Report, from any thread, that the work of this stage progresses."""
+        """Report progress of the current stage, from any thread."""
         self._touched_s = time.monotonic() - self._paused_s
 
     def excuse(self, pause_s: float) -> None:
-        """Exclude a time in which this process was suspended."""
+        """Do not count `pause_s`, in which this process was suspended."""
         self._paused_s += pause_s
 
     def standing(self) -> Standing:
@@ -90,7 +90,7 @@ PROGRESS = Progress()
 
 @dataclass(frozen=True)
 class Verdict:
-    """Reason for the end of training. The watchdog sends it to all ranks and prints it."""
+    """Reason for ending all ranks. The watchdog sends the reason to all ranks and prints it."""
 
     peer: Peer
     why: Literal["gone", "silent", "failed", "hangs", "waits"]
@@ -104,14 +104,13 @@ class Verdict:
             "hangs": self.detail,
             "waits": "waits for data, and all ranks were told to stop",
         }[self.why]
-        # an error may come again
+        # the error may occur again
         resume = "" if self.why == "failed" else ". Run the same command to resume"
         return f"{self.peer} {what}; the run stops{resume}"
 
     @property
     def wants_stacks(self) -> bool:
-        """False if a rank died or failed by itself, because the stacks of other ranks do not help
-        then."""
+        """True if the stacks of all ranks help to find the cause: a rank hangs or is silent."""
         return self.why in ("silent", "hangs")
 
     def as_message(self) -> dict[str, Any]:
@@ -128,9 +127,9 @@ class Standings:
     def __init__(self) -> None:
         self._known: dict[Peer, Standing] = {}
         self._suspects: dict[Peer, int] = {}
-        """The ranks that may hang, and the number of their mark."""
+        """Ranks that may hang, with the number of their last mark."""
         self._num_reports: Counter[Peer] = Counter()
-        """Reports of each rank since the suspects last changed."""
+        """Number of reports by each rank since the suspects last changed."""
 
     def note(self, peer: Peer, standing: Standing) -> None:
         self._known[peer] = standing
@@ -140,10 +139,10 @@ class Standings:
         self._known.pop(peer, None)
 
     def find_hang(self, timeout_s: float) -> Verdict | None:
-        """Return a verdict if none of the ranks behind has progressed for that long.
+        """Return a verdict if no lagging rank has progressed for `timeout_s`.
 
-        Each of them must have reported twice since they became suspects. Otherwise ranks that
-        waited for a late rank would seem to be behind between two reports.
+        Each lagging rank must have reported twice since it became a suspect. Otherwise ranks that
+        waited for a late rank would seem to lag between two reports.
         """
         behind = self._behind()
         if any(standing.stalled_s <= timeout_s for standing in behind.values()):
@@ -161,7 +160,7 @@ class Standings:
         return Verdict(peer, "hangs", stalled + further)
 
     def _behind(self) -> dict[Peer, Standing]:
-        """Return the ranks with the fewest marks, the longest stalled first."""
+        """Return the lagging ranks (with the fewest marks), the longest stalled first."""
         lowest = min((standing.number for standing in self._known.values()), default=0)
         found = [each for each in self._known.items() if each[1].number == lowest]
         return dict(sorted(found, key=lambda each: (-each[1].stalled_s, each[0].rank)))

@@ -1,10 +1,11 @@
-"""Start N local ranks of a command. If one dies, the others end within seconds, and its last words
-come first.
+"""Start N local ranks of a command. If a rank dies, its error is printed first, and the others end
+within seconds.
 
-The environment equals torchrun's, without its import of torch and its tracebacks. Ctrl-C and
-SIGTERM reach every rank. A rank then finishes its step, writes a checkpoint and exits with 0. Ranks
-report that they have joined (`report_joined`). If a rank ends before that, the launcher kills the
-others: they have nothing to save, and wait within torch, which runs no signal handler.
+The environment variables equal torchrun's, but the launcher does not import torch and prints no
+traceback. Ctrl-C and SIGTERM reach every rank. A rank then finishes its step, writes a checkpoint
+and exits with 0. Ranks report that they have joined (`report_joined`). If a rank ends before all
+have joined, the launcher kills the others. They have nothing to save, and torch runs no signal
+handler while they wait.
 """
 
 import ctypes
@@ -26,10 +27,10 @@ from pretrain.ranks.world import free_port
 
 _PR_SET_PDEATHSIG = 1
 LAUNCHED_WITH = "WIDE_MLPS_LAUNCHED_WITH"
-"""Environment variable with the rest of the command line, for a run's page."""
+"""Environment variable with the launcher's arguments, for the run's page."""
 _JOINED_PIPE = "WIDE_MLPS_JOINED_PIPE"
 LAST_WORDS_S = 5.0
-"""Seconds that the other ranks get after one has died."""
+"""Seconds that other ranks have to end after a rank has died."""
 GRACE_S = LAST_WRITE_S + 10.0
 """Seconds that ranks get after SIGTERM to write a checkpoint. Then they are killed."""
 
@@ -46,8 +47,8 @@ def report_joined() -> None:
 
 
 def launch(command: Sequence[str], *, num_ranks: int, heed_signals: bool = False) -> int:
-    """Run the command, and return the exit code of the first rank that failed, or 0. Ranks inherit
-    the standard streams.
+    """Run the command on each rank. Return the exit code of the first rank that failed, or 0. Ranks
+    inherit the standard streams.
 
     `heed_signals`: the command installs a StopFlag. An earlier signal waits for the flag and does
     not end the rank.
@@ -65,7 +66,6 @@ def launch(command: Sequence[str], *, num_ranks: int, heed_signals: bool = False
     shared.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
 
     def prepare() -> None:
-        """Prepare a rank to save and end if the launcher dies."""
         end_with_parent()
         if not heed_signals:
             signal.pthread_sigmask(
@@ -112,7 +112,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], *, joined: int) -> int:
             if code not in (None, 0):
                 _wait(
                     ranks if _have_joined(joined) else ranks[:1], LAST_WORDS_S
-                )  # an error of all ranks is reported by the first one
+                )  # the first rank reports an error of all ranks
                 if code not in (INTERRUPTED, BUSY):
                     print(
                         f"launch: rank {number} ended with {describe(code)}; ending the others",
@@ -125,14 +125,15 @@ def _watch(ranks: list[subprocess.Popen[bytes]], *, joined: int) -> int:
 
 
 def describe(code: int | None) -> str:
-    """Describe how a process has ended."""
+    """Return how a process ended, for example SIGTERM or "exit code 1"."""
     return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
 
 
 def _forward_signals(ranks: list[subprocess.Popen[bytes]], *, saves: bool):  # type: ignore[no-untyped-def]
-    """Pass signals on to the ranks. A terminal sends Ctrl-C to all ranks itself. The launcher
-    confirms the first Ctrl-C, and sends SIGTERM to ranks that save, because only the launcher may
-    have got the SIGINT. A second Ctrl-C kills the ranks."""
+    """Forward signals to the ranks. A terminal itself sends Ctrl-C to all ranks. The launcher
+    confirms the first Ctrl-C, and sends SIGTERM to ranks that save, because SIGINT may have reached
+    only the launcher. A second Ctrl-C kills the ranks. Return a function that restores the
+    handlers."""
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         for rank in ranks:

@@ -1,13 +1,13 @@
-"""A flag that stops a run. Signal handlers only raise it; the trainer reads it between steps, when
-all ranks agree, and then saves.
+"""A flag that stops a run. Signal handlers only set the flag. The trainer reads the flag between
+steps, when all ranks agree, and then saves.
 
 SIGTERM and SIGUSR2 come from SLURM (preemption, time limit), SIGHUP from a closed terminal, SIGINT
 from Ctrl-C. data_prep/interrupts.py answers Ctrl-C and a second Ctrl-C.
 
-A wait that may never end (for data of a lost server) runs inside `waiting`, through `result`. A
-single rank gives up such a wait at once, because it is between steps. If there are several ranks,
-others may be within the step, so none can give up by itself. `stuck_wait_s` reports how long the
-wait has lasted since then, and the heartbeat ends all ranks.
+A wait that may never end (for data of a lost server) calls `result` inside `waiting`. A single rank
+gives up such a wait at once, because it is between steps. If there are several ranks, others may be
+within the step, so no rank can give up by itself. `stuck_wait_s` then reports the length of the
+wait, and the watchdog ends all ranks.
 """
 
 import signal
@@ -23,13 +23,13 @@ from data_prep.interrupts import answer_interrupt, keep
 T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 LAST_WRITE_S = 30.0
-"""Seconds that a run that ends early waits for the checkpoint that is being written. Our launcher
-waits longer."""
+"""Seconds that a run waits for an unfinished checkpoint before it ends early. The launcher waits
+longer."""
 _LOOK_S = 0.2
 
 
 def heeded_signals() -> list[signal.Signals]:
-    """Return the signals that stop this process. Under nohup a closed terminal does not."""
+    """Return the signals that stop this process: under nohup, all except SIGHUP."""
     return [
         each
         for each in SIGNALS
@@ -43,8 +43,8 @@ class Interrupted(Exception):  # noqa: N818
 
 @contextmanager
 def entered(place: AbstractContextManager[T]) -> Iterator[T | None]:
-    """Enter the context. If entering is interrupted, yield None: the other ranks did not wait, and
-    must learn of it first."""
+    """Enter the context. Yield None if entering is interrupted: the other ranks did not wait, and
+    must first learn of the interruption."""
     with ExitStack() as until_end:
         value = None
         with suppress(Interrupted):
@@ -56,17 +56,17 @@ class StopFlag:
     def __init__(self) -> None:
         self.raised_by: str | None = None
         self.is_alone = False
-        """True if the world size is 1."""
+        """True if the run has one rank."""
         self._waits_since_s: float | None = None
         self._raised_at_s = 0.0
 
     def install(self) -> "StopFlag":
-        """Return the flag of this process: an installed flag, which may have seen signals, or this
-        one."""
+        """Install this flag and return it. If a flag is installed already, return that flag,
+        because it may have seen signals."""
         installed = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
         if isinstance(installed, StopFlag):
             return installed
-        keep("it ends once everything is loaded; nothing must be saved yet")
+        keep("it ends once everything is loaded; there is nothing to save yet")
         for number in heeded_signals():
             signal.signal(number, self._raise)
         signal.pthread_sigmask(
@@ -84,16 +84,17 @@ class StopFlag:
             self._waits_since_s = None
 
     def stuck_wait_s(self) -> float:
-        """Return the duration of a wait since the stop request; 0 without a request."""
+        """Return the seconds of a wait since the stop request, or 0 without a request."""
         return 0.0 if self._waits_since_s is None else self.ignored_s(self._waits_since_s)
 
     def ignored_s(self, since_s: float) -> float:
-        """Return the time since the stop request, at most since `since_s`; 0 without a request."""
+        """Return the seconds since the stop request or `since_s`, the later one; 0 without a
+        request."""
         return 0.0 if self.raised_by is None else time.monotonic() - max(since_s, self._raised_at_s)
 
     def result(self, future: "Future[T]") -> T:
-        """Wait for the future's result, and check the flag between short waits. A handler that
-        raised could leave the future's lock held."""
+        """Wait for the future's result, and check the flag between short waits. A signal handler
+        that raises could leave the future locked."""
         while not future.done():
             self._heed()
             try:

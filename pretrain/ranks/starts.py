@@ -2,14 +2,15 @@
 
     RUN/starts/0003/.lock      held by the first rank of the run; names its node, process and job
 
-1. An attempt locks the newest file. If another attempt holds it, this one waits (`lock_wait_s`).
-2. If the lock is still held, SLURM is asked. The holder is over if its job was requeued or has
-   ended, or its node is down. Then the next number replaces the lock. Otherwise the attempt fails
-   and names the holder.
-3. An attempt that has the lock of the newest number removes the lower numbers and all leftovers of
+1. An attempt locks the file with the highest number. If another attempt holds the lock, the new
+   attempt waits (`lock_wait_s`).
+2. If the lock is still held, the attempt asks SLURM. The holder is over if its job was requeued or
+   has ended, or its node is down. Then the attempt locks the next number. Otherwise the attempt
+   fails and names the holder.
+3. An attempt that holds the highest number removes the lower numbers and all leftovers of
    killed writers.
-4. A frozen attempt that wakes up ends if its lock is gone or no longer the newest (watchdog.py). It
-   publishes no checkpoint and no result (`check_owner`).
+4. A frozen attempt that wakes up ends if its lock is gone or has no longer the highest
+   number (watchdog.py). It publishes no checkpoint and no result (`check_owner`).
 """
 
 import os
@@ -36,8 +37,8 @@ from pretrain.ranks.preemption import Interrupted, StopFlag
 
 _LOOK_S = 0.5
 _LEFTOVER_S = 3600.0
-"""Age in seconds from which a file in RUN/tracking is a leftover. A delivery may write younger
-files without the run's lock."""
+"""Age in seconds above which a temporary file in RUN/tracking is removed. A delivery may write
+younger files without the run's lock."""
 _LIVE_STATES = {
     *("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 }
@@ -52,25 +53,25 @@ def has_lost_run() -> bool:
 
 
 def check_owner() -> None:
-    """Raise an error if another attempt has taken over a run of this process."""
+    """Raise UserError if `has_lost_run`."""
     if has_lost_run():
         problem = "a newer attempt has taken over the run, so this attempt publishes nothing more"
         raise UserError("run_dir", problem, "let the newer attempt finish", code="busy")
 
 
 def is_at_work(run_dir: Path) -> bool:
-    """Return True if a process holds the run's lock and is alive."""
+    """Return True if a living process holds the run's lock."""
     return is_held(_newest_lock(run_dir))[0]
 
 
 @contextmanager
 def hold_run(run_dir: Path, *, lock_wait_s: float, stop: StopFlag | None = None) -> Iterator[None]:
-    """Hold the run's lock while the block runs. `stop` interrupts the wait."""
+    """Hold the run's lock inside the block. `stop`: flag that interrupts the wait for the lock."""
     with ExitStack() as stack:
         lock = _lock_newest(run_dir, stack, lock_wait_s=lock_wait_s, stop=stop)
         mark = TEMPORARY_PREFIX + REPLACED
         for place in (run_dir, run_dir / "checkpoints"):
-            for replaced in place.glob(f"{mark}*"):  # killed between two renames
+            for replaced in place.glob(f"{mark}*"):  # a writer was killed between two renames
                 if not (final := place / replaced.name.removeprefix(mark)).exists():
                     os.rename(replaced, final)
             remove_leftovers(place)
@@ -108,11 +109,15 @@ def _lock_newest(
         elif holder is not None and _is_over(holder):
             if is_held(lock)[1] != holder or _is_superseded(lock):
                 continue  # another attempt got the lock while SLURM was asked
-            print(f"{who}; SLURM reports that it is over. Taking over", file=sys.stderr, flush=True)
+            print(
+                f"{who}; SLURM reports that the attempt is over. Taking over",
+                file=sys.stderr,
+                flush=True,
+            )
             lock.with_name(f"{int(lock.name) + 1:04}").mkdir(exist_ok=True)
         else:
             problem = f"attempt {int(lock.name)} holds the run ({holder or 'unknown'})"
-            raise Busy(str(run_dir), problem, "wait for its end, or end it", code="busy")
+            raise Busy(str(run_dir), problem, "wait until the attempt ends, or end it", code="busy")
 
 
 def _newest_lock(run_dir: Path) -> Path:
@@ -138,8 +143,8 @@ def _remove_old_leftovers(place: Path) -> None:
 
 
 def _is_over(holder: Holder) -> bool:
-    """Return True if SLURM reports that the holder's attempt is over: by the number of restarts for
-    this job, by `scontrol` for another job."""
+    """Return True if SLURM reports that the holder's attempt is over. For an attempt of this job
+    its restart count decides, for another job `scontrol`."""
     if not holder.job or holder.cluster != os.environ.get("SLURM_CLUSTER_NAME", ""):
         return False  # this cluster's SLURM does not know the holder's job
     if holder.job == os.environ.get("SLURM_JOB_ID"):

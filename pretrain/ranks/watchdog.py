@@ -3,18 +3,19 @@
 A thread of each rank holds a TCP connection to the first rank, for any launcher. The connection
 carries JSON objects, one per line. Messages without the token of this run are ignored.
 
-1. Each end sends beats. A connection that closes without a goodbye is a dead rank. A connection
-   that is silent for `heartbeat_timeout_s` is a frozen rank or a lost node. A rank that fails
-   reports that.
+1. Each end sends heartbeats ("beats"). A connection that closes without a goodbye is a dead rank. A
+   connection that is silent for `heartbeat_timeout_s` is a frozen rank or a lost node. A rank that
+   fails reports its error.
 2. The first rank sends the verdict to all ranks and prints it. Every rank ends with exit code 1. If
    the first rank itself is lost, the first survivor of each node prints the line.
 3. A stopped rank that still waits for missing data ends all ranks with exit code 0.
-4. After `watch`, beats carry the standing of a rank (hangs.py). If the ranks that are behind make
-   no progress for `hang_timeout_s`, the run hangs. A single rank has only this, and no connection.
+4. After `watch`, beats carry the standing of a rank (hangs.py). If no lagging rank progresses for
+   `hang_timeout_s`, the run hangs. A run of one rank has only this check, and no connection.
 5. Ranks that end because of a hang or a silent rank append their stacks to RUN/stacks/rank-N.txt.
-   If no beat follows in time, a thread of faulthandler writes them without a lock of Python. A
-   process that dies of a signal writes them, too.
-6. Then they write their last collectives (torch's flight recorder) to RUN/stacks/flight-recorder-N.
+   If the next beat is late, a thread of faulthandler writes the stacks without Python's lock. A
+   process that dies of a signal also writes its stacks.
+6. Then these ranks write their last collectives (torch's flight recorder) to
+   RUN/stacks/flight-recorder-N.
 
 The thread reads all messages before it decides, and checks ranks once per beat. Beats may carry a
 small dict (`report`) to the first rank (`received`). Neither function may block.
@@ -50,15 +51,15 @@ from pretrain.ranks.starts import has_lost_run
 from pretrain.ranks.world import Peer, World
 
 FAILED_GRACE_S = 1.0
-"""Seconds in which ranks with the same error can print their own message."""
+"""Seconds in which other ranks with the same error can print their own message."""
 STUCK_WAIT_S = 30.0
-"""Longest wait for data, in seconds, after the run was told to stop."""
+"""Seconds that a rank may wait for data after a stop request."""
 BLAME_S = 3.0
-"""Seconds that a failed collective waits for news of a lost rank."""
+"""Seconds that a rank whose collective failed waits for the news that another rank is lost."""
 ARMED_FRACTION = 0.75
-"""Fraction of `heartbeat_timeout_s` after which faulthandler writes the stacks."""
+"""Fraction of `heartbeat_timeout_s` without a beat after which faulthandler writes the stacks."""
 WRITE_S = 10.0
-"""Time limit in seconds for writing the stacks."""
+"""Seconds allowed for writing the stacks."""
 LONGEST_LINE = 1 << 16
 _HELLO_S, _CONNECT_S = 10.0, 20.0
 Message = dict[str, Any]
@@ -66,8 +67,8 @@ Message = dict[str, Any]
 
 @contextmanager
 def watched(world: World, ranks: RanksSettings, *, device: torch.device) -> "Iterator[Watchdog]":
-    """End all ranks if one of them is lost, frozen or fails. All ranks enter this after they have
-    joined."""
+    """End all ranks if a rank is lost, freezes or fails inside the block. All ranks enter the block
+    after they have joined."""
     watchdog = Watchdog(world, ranks)
     watchdog.start(lambda numbers: all_sum(torch.tensor(numbers, device=device)).tolist())
     report_joined()
@@ -80,7 +81,7 @@ def watched(world: World, ranks: RanksSettings, *, device: torch.device) -> "Ite
 
 
 class Wire:
-    """A connection, with the peer at its other end. Neither reading nor sending blocks."""
+    """A connection and its peer. Reading and sending do not block."""
 
     def __init__(self, connection: socket.socket, peer: Peer | None = None):
         connection.setblocking(False)
@@ -90,7 +91,8 @@ class Wire:
         self._buffer = b""
 
     def send(self, line: bytes) -> None:
-        """Send a line, or drop it if the other end reads nothing: its silence will be noticed."""
+        """Send a line. If the peer does not read, drop the line: the watchdog will notice the
+        peer's silence."""
         try:
             self.is_open &= self.socket.send(line) == len(line)
         except BlockingIOError:
@@ -99,8 +101,8 @@ class Wire:
             self.is_open = False
 
     def receive(self) -> Iterator[Message]:
-        """Yield all complete messages. Raise ValueError for other bytes. Clear `is_open` at the end
-        of the connection."""
+        """Yield all complete messages. Raise ValueError if a line is not valid. Clear `is_open` at
+        the end of the connection."""
         while True:
             try:
                 data = self.socket.recv(LONGEST_LINE)
@@ -114,7 +116,7 @@ class Wire:
             *lines, self._buffer = (self._buffer + data).split(b"\n")
             yield from map(json.loads, lines)
             if len(self._buffer) > LONGEST_LINE:
-                raise ValueError("a line without end")
+                raise ValueError("the line is too long")
             if len(data) < LONGEST_LINE:
                 break  # if the connection has ended, too, the next call notices
 
@@ -126,8 +128,8 @@ def encoded(message: Message) -> bytes:
 
 
 def listen(address: str, *, is_one_node: bool) -> socket.socket:
-    """Listen on the interface of the address. If other nodes resolve the address differently or not
-    at all, listen on all interfaces."""
+    """Listen on the interface of the address. Listen on all interfaces if the address does not
+    resolve, or is a loopback address and there are several nodes."""
     with suppress(OSError):
         family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         if is_one_node or not str(place[0]).startswith(("127.", "::1")):
@@ -149,11 +151,11 @@ class Watchdog:
         self._wires: dict[int, Wire] = {}
         self._standings = Standings()
         self._stacks: Path | None = None
-        """File for this rank's stacks; None before `watch`."""
+        """File for this rank's stacks, or None before `watch`."""
         self._stacks_file, self._armed_s = -1, 0.0
         self._looked_s = time.monotonic()
         self._lock = threading.RLock()
-        """Lock of the connections, because the main thread sends the goodbye itself."""
+        """Lock of the connections, because the main thread also sends messages."""
         self._is_ending, self._has_verdict = False, threading.Event()
         self._thread: threading.Thread | None = None
         self._woken, self._waker = os.pipe()
@@ -169,13 +171,14 @@ class Watchdog:
         report: Callable[[], dict[str, Any]] = dict,
         received: Callable[[int, dict[str, Any]], None] = lambda rank, report: None,
     ) -> None:
-        """Set further duties. `at_end(stopped)`: short work before a verdict ends this process.
-        `stuck_wait_s`: seconds that this rank has waited since it was told to stop."""
+        """Set callbacks. `at_end(stopped)`: short work before a verdict ends this process.
+        `stuck_wait_s`: returns the seconds that this rank has waited since the stop request."""
         self._at_end, self._stuck_wait_s = at_end, stuck_wait_s
         self._report, self._received = report, received
 
     def start(self, announce: Callable[[list[int]], list[int]]) -> "Watchdog":
-        """Connect the ranks. `announce` gives the numbers of the first rank to all ranks."""
+        """Connect the ranks. `announce`: returns the first rank's numbers (port, token) on every
+        rank."""
         if self._is_alone:
             return self
         address, facts = os.environ["MASTER_ADDR"], [0] * 3
@@ -194,8 +197,8 @@ class Watchdog:
         return self
 
     def watch(self, directory: Path) -> None:
-        """Expect progress of this rank from now on, unless `hang_timeout_s` is 0 or null. Stacks
-        are written to the directory."""
+        """From now on, expect progress of this rank, unless `hang_timeout_s` is 0 or null. Write
+        stacks to the directory."""
         armed_s = self._hang_timeout_s if self._is_alone else ARMED_FRACTION * self._timeout_s
         if not armed_s:
             return
@@ -212,12 +215,12 @@ class Watchdog:
             self._begin()
 
     def stop(self) -> None:
-        """Say goodbye, so that this rank can end without an alarm."""
+        """Send a goodbye, so that this rank can end without an alarm."""
         self._leave({"bye": True})
 
     def blame(self, error: BaseException) -> None:
-        """Report this rank's own error to the other ranks. Wait for the verdict if the error comes
-        from a collective whose partner is lost (RuntimeError or a subclass of torch's)."""
+        """Report this rank's error to the other ranks. If the error may come from a collective
+        whose partner is lost (a RuntimeError), first wait for the verdict on the partner."""
         if self._thread is None or self._is_ending:
             return
         names = {kind.__name__ for kind in type(error).__mro__}
@@ -303,7 +306,6 @@ class Watchdog:
                 wire.send(line)
 
     def _look(self, ready: list[int], *, is_beat: bool) -> Verdict | None:
-        """Read all messages, and only then decide."""
         self._excuse_pause()
         for file in ready:
             if self._listener is not None and file == self._listener.fileno():
@@ -338,7 +340,7 @@ class Watchdog:
     def _process(self, wire: Wire, message: Message) -> Verdict | None:
         if wire.peer is None or "token" in message:
             if not hmac.compare_digest(str(message["token"]).encode(), self._token.encode()):
-                raise ValueError("a stranger")
+                raise ValueError("the token is wrong")
             wire.peer = Peer(message["rank"], message["node"], message["pid"])
             if self._world.is_first:
                 wire.send(self._hello())
@@ -357,7 +359,7 @@ class Watchdog:
         return None
 
     def _drop(self, file: int) -> Verdict | None:
-        """Close a connection; without a goodbye its rank is dead."""
+        """Close a connection. Without a goodbye, return the verdict that its rank is gone."""
         wire = self._wires.pop(file)
         self._files.unregister(wire.socket)
         wire.socket.close()
@@ -368,7 +370,9 @@ class Watchdog:
         now_s = time.monotonic()
         if now_s - self._looked_s > 2 * self._interval_s:
             if has_lost_run():
-                write_error(f"{self._me}: a newer attempt has taken over the run; this one ends\n")
+                write_error(
+                    f"{self._me}: a newer attempt has taken over the run; this attempt ends\n"
+                )
                 os._exit(1)
             PROGRESS.excuse(now_s - self._looked_s)
             for wire in self._wires.values():
@@ -410,7 +414,10 @@ class Watchdog:
             self._is_ending = True
         stacks = self._stacks if verdict.wants_stacks else None
         is_printer = self._world.is_first
-        if verdict.peer.rank == 0 and verdict.why not in ("waits", "hangs"):  # cannot print
+        if verdict.peer.rank == 0 and verdict.why not in (
+            "waits",
+            "hangs",
+        ):  # the first rank cannot print
             is_first_node = self._world.rank == self._world.local_rank
             is_printer = self._world.local_rank == int(is_first_node)
         if is_printer:
@@ -424,8 +431,8 @@ class Watchdog:
         os._exit(0 if verdict.why == "waits" else 1)
 
     def _dump_stacks(self, path: Path, verdict: Verdict) -> None:
-        """Append the stacks to the file, or print them if the storage fails: it may cause the hang.
-        They are collected in memory."""
+        """Collect the stacks in memory, and append them to the file. Print the stacks if the
+        storage fails, because it may cause the hang."""
         memory = os.memfd_create("stacks")
         faulthandler.dump_traceback(memory, all_threads=True)
         stacks = os.pread(memory, 1 << 20, 0).decode(errors="replace")
@@ -453,14 +460,13 @@ class Watchdog:
             write_atomic(path, getattr(c10d, f"_dump_{kind}_trace")())
 
     def _close_stacks(self, path: Path) -> None:
-        """Close the file, and remove it if it is empty."""
         faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
         with suppress(OSError):
             os.close(self._stacks_file)
             if path.stat().st_size == 0:
                 path.unlink()
-                path.parent.rmdir()  # succeeds in the last rank
+                path.parent.rmdir()  # succeeds only on the last rank
 
     def _close_connections(self) -> None:
         if self._listener is not None:

@@ -1,4 +1,5 @@
-"""Facts of a rank, read once from the environment of torchrun, our launcher or SLURM. No torch."""
+"""Facts of a rank, read once from the environment of torchrun, our launcher or SLURM. This file
+does not import torch."""
 
 import errno
 import os
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables of torch's allocator, with the newer name first."""
+"""Environment variables of torch's allocator, the newer name first."""
 
 
 @dataclass(frozen=True)
@@ -19,19 +20,19 @@ class World:
     local_rank: int
     num_ranks: int
     num_cores: int = 1
-    """Cores of this rank."""
+    """Number of CPU cores of this rank."""
     num_local_ranks: int = 1
-    """Ranks of this node."""
     num_slurm_gpus: int = 0
-    """GPUs of this node that SLURM has given to its ranks; 0 if the ranks are not SLURM tasks."""
+    """Number of GPUs of this node that SLURM gave to its ranks, or 0 if the ranks are not SLURM
+    tasks."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def gpu(self, num_visible: int) -> int | None:
-        """Return the number of this rank's GPU. A rank that sees one of several GPUs
-        (--gpus-per-task=1) uses that GPU."""
+        """Return the index of this rank's GPU, or None if there is no GPU for this rank. The index
+        is 0 if the rank sees only its own GPU (--gpus-per-task=1)."""
         sees_its_own = num_visible == 1 and self.num_slurm_gpus >= self.num_local_ranks
         number = 0 if sees_its_own else self.local_rank
         return number if number < num_visible else None
@@ -49,8 +50,6 @@ class World:
 
 @dataclass(frozen=True)
 class Peer:
-    """The identity of a rank in messages."""
-
     rank: int
     node: str
     pid: int
@@ -60,8 +59,8 @@ class Peer:
 
 
 def rank_of(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the rank of this process, for example to print a message once. No other variable is
-    required."""
+    """Return the rank of this process from RANK or SLURM_PROCID, for example to print a message
+    once."""
     return int(environment.get("RANK") or environment.get("SLURM_PROCID") or 0)
 
 
@@ -89,8 +88,8 @@ def _fill_in_torch(environment: MutableMapping[str, str]) -> None:
 
 
 def read_world(environment: MutableMapping[str, str] = os.environ) -> World:
-    """Return the world of this process, for programs whose ranks join. Variables of DeepSpeed and
-    torch.distributed are added."""
+    """Return the world of this process, for programs whose ranks communicate. Set the environment
+    variables that DeepSpeed and torch.distributed need."""
     if (
         "RANK" not in environment
         and int(environment.get("SLURM_NTASKS", "1")) > 1
@@ -115,8 +114,8 @@ def read_world(environment: MutableMapping[str, str] = os.environ) -> World:
     ]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)}: not set, though RANK is; start with --ranks N, torchrun or"
-            " srun, or unset RANK"
+            f"{', '.join(missing)}: not set, although RANK is set. Start with --ranks N, torchrun"
+            " or srun, or unset RANK"
         )
     rank, local_rank, num_ranks = (
         int(environment[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -151,8 +150,8 @@ def _cores_per_rank(environment: MutableMapping[str, str]) -> int:
 
 
 def _tasks_of_this_node(environment: MutableMapping[str, str]) -> int:
-    """Return the number of tasks of this node, from the first complete list: the step's, then the
-    job's. "4(x3),2" is 4, 4, 4, 2."""
+    """Return the number of SLURM tasks on this node, from the first complete list: the job step's,
+    then the job's. "4(x3),2" is 4, 4, 4, 2."""
     num_tasks, node = int(environment["SLURM_NTASKS"]), int(environment.get("SLURM_NODEID", "0"))
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         parts = [_TASKS.fullmatch(part) for part in environment.get(name, "").split(",")]
@@ -163,8 +162,8 @@ def _tasks_of_this_node(environment: MutableMapping[str, str]) -> int:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free port below Linux's range for connections (from 32768), so that no connection
-    takes it before the caller."""
+    """Return a free port below Linux's range for outgoing connections (from 32768), so that no
+    connection takes it before the caller."""
     for port in random.SystemRandom().sample(range(20000, 32768), 100):
         with socket.socket() as probe:
             try:

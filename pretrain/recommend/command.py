@@ -1,4 +1,4 @@
-"""Command line of `pretrain recommend`. No torch: slow work runs in other processes.
+"""Command line of `pretrain recommend`. Slow work, with torch, runs in other processes.
 
 1. Images become a dataset with `data_prep build`. A dataset is used unchanged. The files of a
    published dataset come from `data_prep fetch`.
@@ -41,7 +41,7 @@ from pretrain.recommend import recipe
 from pretrain.recommend.look import Data, Machine, Pictures
 
 MAX_REJECT_FRACTION = 0.1
-"""Largest fraction of rejected images. The limit of `data_prep build` is for archives of known
+"""Largest fraction of rejected images. `data_prep build` has another limit, for archives of known
 content."""
 TIMED_SAMPLES = 2048
 
@@ -67,7 +67,7 @@ def recommend(options: argparse.Namespace) -> int:
         if directory.resolve() == place.resolve():
             directory = Path("data") / f"{name}-dataset"
         if directory.resolve().is_relative_to(place.resolve()):
-            problem = f"the dataset {directory} would be among the images"
+            problem = f"the dataset {directory} would be inside the image folder"
             raise UserError(str(place), problem, elsewhere, code="bad-value")
         check_place(directory, field="dataset", remedy=elsewhere)
         code = _build(options, directory, card=card)
@@ -213,8 +213,8 @@ def _timed(command: list[str], values: dict[str, Any], data: Data) -> str:
 
 
 def _run(command: list[str], output: Any = None) -> int:
-    """Run one of our programs and return its exit code. Ctrl-C from the terminal reaches it, too. A
-    program with captured output is then killed; others may finish."""
+    """Run one of our programs and return its exit code. Ctrl-C in the terminal also reaches the
+    program. A program with captured output is then killed; other programs may finish."""
     process = subprocess.Popen(
         [sys.executable, "-m", *command],
         stdout=output,

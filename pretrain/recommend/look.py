@@ -1,4 +1,5 @@
-"""Facts about the images, the dataset and the machine for `pretrain recommend`. No torch."""
+"""Facts about the images, the dataset and the machine for `pretrain recommend`. This file does not
+import torch."""
 
 import os
 import shlex
@@ -27,7 +28,7 @@ class Pictures:
 
     num_pictures: int
     num_loose: int
-    """Images outside class folders."""
+    """Number of images outside class folders."""
     width: int
     height: int
 
@@ -52,11 +53,10 @@ class Pictures:
 @dataclass(frozen=True)
 class Data:
     directory: Path | str
-    """Path or URL."""
     manifest: Manifest
     train: str
     judged: str | None
-    """The split to evaluate on."""
+    """Split for evaluation, or None."""
 
     @classmethod
     def of(cls, directory: Path | str) -> "Data":

@@ -1,8 +1,9 @@
-"""Choices of `pretrain recommend`: functions of the data and the machine only, so the same command
-makes the same config.
+"""Choices of `pretrain recommend`. They depend only on the data and the machine, so the same
+command makes the same config.
 
 The lines of a config, each with its reason, are in train.yaml, tune.yaml and probe.yaml next to
-this file. This file fills in their braces. Time and memory are measured by command.py. No torch.
+this file. This file fills in the values in braces. command.py measures time and memory. This file
+does not import torch.
 """
 
 import re
@@ -36,15 +37,15 @@ _MODELS = (
     (200_000, "mlp_b6_wi1024"),
     (2_000_000, "mlp_b12_wi1024"),
 )
-"""Smallest number of images of each model; the two larger models only on GPUs."""
+"""Smallest number of training images for each model. The two larger models are only for GPUs."""
 _ON_GPUS = {
     "local_batch": "auto",
     "width_reason": (
-        "grows with the images: Wi-256, Wi-512 from 20,000 on, Wi-1024 from 200,000, B-12 from 2"
-        " million"
+        "grows with the number of images: Wi-256, Wi-512 from 20,000 on, Wi-1024 from 200,000,"
+        " B-12 from 2 million"
     ),
     "precision": "bf16",
-    "precision_reason": "GPUs are built for it",
+    "precision_reason": "the fastest type on GPUs",
 }
 _ON_CPUS = {
     "width_reason": "Wi-256, or Wi-512 from 20,000 images on: CPUs are too slow for more",
@@ -84,7 +85,6 @@ def pretraining(data: Data, machine: Machine, *, name: str) -> dict[str, Any]:
 
 
 def tuning(data: Data, *, name: str, pretrained: str, card: ModelCard) -> dict[str, Any]:
-    """Return the values for the config of a tuning or a probe."""
     epochs, about = 30 if data.num_train < FEW else 15, f"{card.model.label}"
     found = _common(data, name=name, epochs=epochs, warmup=epochs / 15, most=1024)
     return found | {
@@ -143,7 +143,7 @@ def num_ranks(machine: Machine, *, batch: int) -> int:
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
-    """Return the config without lines whose values are missing, and with aligned reasons."""
+    """Return the config without lines whose values are missing, with aligned reasons."""
     rows = []
     in_words = {name: in_yaml(value) for name, value in values.items()}
     for line in (Path(__file__).parent / f"{template}.yaml").read_text().splitlines():

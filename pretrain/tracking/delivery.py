@@ -3,13 +3,13 @@
     RUN/tracking/delivered.json     the position of a run's delivery (`Position`)
     RUN/tracking/delivery.log       faults of the delivery
 
-1. Each trainer starts a deliverer. It lives until the trainer has closed the pipe and the run is
-   delivered, or until time is up.
-2. One process at a time holds the lock of the queue (queue.py), imports mlflow and delivers all
-   runs in the queue. When it ends, another deliverer takes over. If the queue has runs on disks of
+1. Each trainer starts a delivery process. The process ends when the trainer has closed the pipe and
+   the run is delivered, or at a time limit.
+2. One such process at a time holds the lock of the queue (queue.py), imports mlflow and delivers
+   all runs in the queue. When it ends, another one takes over. If the queue has runs on disks of
    other nodes, the process releases the lock every few seconds.
-3. Events that could not be delivered stay in the event log. The next deliverer of the same database
-   sends them, or `pretrain sync RUN`.
+3. Events that could not be delivered stay in the event log. The next delivery process of the same
+   database sends these events, or `pretrain sync RUN`.
 
 The event log is synced before its events are sent. If a power cut loses delivered bytes, the log is
 shorter or has other bytes at that position. Then the log is sent again from its beginning.
@@ -49,33 +49,33 @@ if TYPE_CHECKING:
 
 POLL_S = 1.0
 _RETRY_S = 4.0
-"""Pause before a failed run is tried again."""
+"""Seconds before the delivery of a failed run is tried again."""
 _TURN_S = 10.0
-"""Seconds of holding the lock if the queue has runs that this process cannot see."""
+"""Seconds that this process holds the lock if the queue has runs that it cannot see."""
 _SYNC_LIMIT_S = 180.0
 """Seconds that `sync` waits while another process has the lock and no event of the run arrives."""
 _BATCH_EVENTS = 200
 _FILES = ("artifact", "image", "version")
 _TAIL_BYTES = 4096
-"""Number of delivered bytes that are hashed. Each line has its time, so no other line has the same
-hash."""
+"""Number of delivered bytes that are hashed. Each line contains its time, so no other line has the
+same hash."""
 
 
 @dataclass
 class Position:
-    """The position of a run's delivery, as stored in RUN/tracking/delivered.json."""
+    """Position of a run's delivery, as stored in RUN/tracking/delivered.json."""
 
     run_id: str | None = None
     offset: int = 0
     """Number of delivered bytes of the event log."""
     tail_sha256: str = ""
-    """Hash of the last of these bytes."""
+    """Hash of the last delivered bytes."""
     owed: list[dict[str, Any]] = field(default_factory=list)
     """Events whose files have not been sent."""
     has_ended: bool = False
     """True if the delivered bytes contain the end of the run."""
     status: str = ""
-    """The status of the MLflow run."""
+    """Status of the MLflow run."""
 
     @staticmethod
     def path(run_dir: Path) -> Path:
@@ -87,8 +87,8 @@ class Position:
         return Position(**json.loads(path.read_text())) if path.exists() else Position()
 
     def is_complete(self, run_dir: Path) -> bool:
-        """Return True if nothing remains to be delivered, including the final status. An incomplete
-        last line does not count."""
+        """Return True if all events and the final status are delivered. An incomplete last line
+        does not count."""
         with open(run_dir / JOURNAL, "rb") as journal:
             has_news = bool(_complete_lines(journal, self.offset))
         return not has_news and not self.owed and self.status not in ("", "RUNNING")
@@ -104,8 +104,8 @@ class Delivery:
         self._is_checked = False
 
     def deliver(self) -> None:
-        """Send all complete lines, the status and the files. On an error of the database, keep the
-        position of all delivered bytes and raise the error."""
+        """Send all complete lines, the status and the files. On an error of the database, store the
+        position after the delivered bytes and raise the error."""
         with open(self.run_dir / JOURNAL, "rb") as journal:
             self._check_position(journal)
             while lines := _complete_lines(journal, self.position.offset):
@@ -139,7 +139,6 @@ class Delivery:
         write_json(Position.path(self.run_dir), asdict(self.position))
 
     def _run_id(self) -> str:
-        """Return the id of the MLflow run. A missing run is created."""
         if self.position.run_id is None:
             self.position.run_id = self.store.open_run(self.identity)
             self.position.status = "RUNNING"
@@ -210,8 +209,8 @@ class Deliveries:
             self._turn = None
 
     def deliver(self) -> None:
-        """Deliver the new events of all runs, unless another process has the lock. Errors go to the
-        run's log; a failed run is tried again after a pause."""
+        """Deliver the new events of all runs, unless another process has the lock. Write errors to
+        the run's delivery.log, and try a failed run again after a pause."""
         if self._turn is None:
             with suppress(Busy), ExitStack() as stack:
                 stack.enter_context(sole_writer(self._queue.directory))
@@ -257,7 +256,7 @@ def deliver_while_training(
     run_dir: Path, pipe: IO[bytes], *, close_timeout_s: float, sinks: Sequence[str] = ()
 ) -> int:
     """Deliver until the trainer has closed the pipe and the run is delivered (return 0), or until
-    time is up (return 1)."""
+    the time limit (return 1)."""
     identity = RunIdentity.read(run_dir)
     queue = Queue(identity.uri, run_dir)
     others: Sinks | None = None
@@ -295,11 +294,8 @@ def open_store(uri: str) -> "Store":
 
 
 def sync(run_dir: Path) -> int:
-    """Deliver the remaining events; return the number of delivered bytes of the event log.
-
-    Raise UserError if another process has the lock and delivers nothing of this run for some
-    minutes.
-    """
+    """Deliver the remaining events. Return the number of delivered bytes of the event log. Raise
+    UserError if another process has the lock and delivers nothing of this run for some minutes."""
     identity, before = RunIdentity.read(run_dir), Position.read(run_dir).offset
     queue = Queue(identity.uri, run_dir)
     queue.add(identity.run_key, run_dir)
@@ -353,7 +349,7 @@ def _deliver_one(run_dir: Path, identity: RunIdentity) -> None:
 
 
 def write_sinks(run_dir: Path, *names: str) -> int:
-    """Write the complete event log for other tools; return the number of its events."""
+    """Write the complete event log for other tools. Return the number of its events."""
     with sole_writer(run_dir / "tracking"), closing(Sinks(run_dir, names)) as sinks:
         return sinks.write()
 

@@ -28,8 +28,8 @@ EVERY_S = 10.0
 
 
 class NodeSampler:
-    """Sampler of one node. Network numbers are totals since the first sample; the CPU fraction is
-    since the previous sample."""
+    """Sampler of one node. Network numbers are totals since the first sample. CPU use is the
+    average since the previous sample."""
 
     def __init__(self, run_dir: Path):
         self._run_dir, self._gpus = run_dir, open_gpus()
@@ -62,15 +62,15 @@ class NodeSampler:
 
 
 def node_name(world: World) -> str | None:
-    """Return the prefix of a node's metrics if there are several nodes."""
+    """Return the prefix of a node's metrics, or None if there is one node."""
     return None if world.is_one_node else platform.node()
 
 
 def node_report(world: World, run_dir: Path) -> Callable[[], dict[str, Any]]:
-    """Return the function that reports the node's metrics with this rank's beats, if it is the
-    first rank of its node.
+    """Return the `report` function of the watchdog's beats. On the first rank of each node except
+    the first node, it returns the node's metrics.
 
-    The metrics come from a separate thread: a file system or driver that hangs must not make a rank
+    A separate thread samples the metrics: a file system or driver that hangs must not make a rank
     look frozen.
     """
     if world.is_one_node or world.is_first or world.local_rank:
@@ -105,7 +105,7 @@ def _network() -> tuple[int, int]:
 
 
 def open_gpus() -> list[Any]:
-    """Return NVML's handles of the GPUs; none without a driver or a visible GPU."""
+    """Return NVML's handles of the GPUs, or an empty list without a driver or a visible GPU."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return []
     try:
@@ -119,7 +119,7 @@ def open_gpus() -> list[Any]:
 
 
 def gpu_names() -> list[str]:
-    """Return the names of the GPUs; none if the driver has lost one."""
+    """Return the names of the GPUs, or an empty list if the driver has lost one."""
     try:
         return [pynvml.nvmlDeviceGetName(gpu) for gpu in open_gpus()]
     except pynvml.NVMLError:
@@ -132,7 +132,7 @@ def cpu_name() -> str:
 
 
 def describe_hardware() -> str:
-    """Return the GPUs of this node, or its processor: 8 x NVIDIA H100 80GB HBM3."""
+    """Return the GPUs of this node, or its processor, for example 8 x NVIDIA H100 80GB HBM3."""
     gpus = [f"{count} x {name}" for name, count in Counter(gpu_names()).items()]
     return ", ".join(gpus) or f"{cpu_name()}, {os.cpu_count()} cores"
 

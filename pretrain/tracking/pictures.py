@@ -1,9 +1,7 @@
-"""Images of a run: the model's input, and the filters of its first layer. Drawing takes
-milliseconds.
+"""Images of a run: the model's input, and the filters of its first layer.
 
-A neuron of the first layer is a filter: in an MLP over the complete image, in a Mixer or SW-MLP
-over one patch. Scaling MLPs shows that an MLP's filters become local. Other models have no such
-layer.
+A neuron of the first layer is a filter over the complete image (MLP) or over one patch (Mixer,
+SW-MLP). Scaling MLPs shows that an MLP's filters become local. Other models have no such layer.
 """
 
 from collections.abc import Sequence
@@ -25,17 +23,17 @@ COLORS: dict[Color, str] = {
     "max": "the maximum over a pixel's colors",
     "furthest": "a pixel's color furthest from 0",
 }
-"""Rules that choose one of a pixel's three color weights for drawing."""
+"""Rules that choose which of a pixel's three color weights is drawn."""
 FIRST_LAYER = "stem.weight"
 PANEL, MARGIN, HEAD = 144, 6, 66
 _RED_TO_BLUE = np.array(
     [(103, 0, 31), (214, 96, 77), (247, 247, 247), (67, 147, 195), (5, 48, 97)], np.float64
 )
-"""Colors of -1, -1/2, 0, 1/2 and 1."""
+"""Colors of the values -1, -1/2, 0, 1/2 and 1."""
 
 
 def filter_side(spec: AnySpec, *, image_size: int) -> int | None:
-    """Return the side of the first layer's filters in pixels; None if the model has none."""
+    """Return the side of the first layer's filters in pixels, or None without filters."""
     if isinstance(spec, MlpSpec):
         return image_size
     return spec.patch_size if isinstance(spec, MixerSpec | SparseMlpSpec) else None
@@ -126,7 +124,6 @@ def fed_sheet(
 
 
 def first_of(prepared: Prepared, *, count: int) -> Prepared:
-    """Copy the first inputs to memory of the CPU."""
     held = {name: values for name, values in vars(prepared).items() if values is not None}
     return Prepared(**{name: values[:count].to("cpu", copy=True) for name, values in held.items()})
 

@@ -16,14 +16,14 @@ SQLITE = "sqlite:///"
 
 
 def database_path(uri: str) -> Path | None:
-    """Return the file of an SQLite database; None for a server."""
+    """Return the file of an SQLite database, or None for a server."""
     path = uri.removeprefix(SQLITE).partition("?")[0]
     is_file = uri.startswith(SQLITE) and path not in ("", ":memory:")
     return Path(path).absolute() if is_file and not path.startswith("file:") else None
 
 
 class Queue:
-    """The queue of the database `uri`. The holder of `sole_writer(queue.directory)` delivers."""
+    """Queue of a database. The process that holds `sole_writer(queue.directory)` delivers."""
 
     def __init__(self, uri: str, run_dir: Path):
         database = database_path(uri)
@@ -46,7 +46,6 @@ class Queue:
         (self.directory / key).unlink(missing_ok=True)
 
     def runs(self) -> dict[str, Path]:
-        """Return the run directories by key."""
         runs = dict[str, Path]()
         for entry in sorted(self.directory.iterdir()):
             if entry.name.isalnum():

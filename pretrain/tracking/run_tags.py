@@ -1,4 +1,4 @@
-"""The note, the tags and the datasets on the page of a run."""
+"""The note, the tags and the datasets on a run's page in MLflow."""
 
 import json
 import os
@@ -22,13 +22,13 @@ from pretrain.ranks.launch import LAUNCHED_WITH
 from pretrain.tracking.node import describe_hardware
 
 LABEL_COLUMN = 2
-"""Column of the label in a shard's index."""
 DIGEST_LENGTH = 32
-"""Digits of a content hash in MLflow, whose limit is 36. The parameters have all 64."""
+"""Number of digits of a content hash in MLflow's datasets, where at most 36 fit. The run's
+parameters have all 64."""
 
 
 def run_tags(*, dataset: str, target: str, model: str) -> dict[str, str]:
-    """Return the tags of every run; `with_note` adds the note."""
+    """Return the tags of every run, without the note (see `with_note`)."""
     return {
         "mlflow.source.name": shown_command(sys.argv),
         "mlflow.source.type": "LOCAL",
@@ -43,7 +43,7 @@ def run_tags(*, dataset: str, target: str, model: str) -> dict[str, str]:
 def with_note(
     tags: dict[str, str], *, title: str, lines: Sequence[str] = (), run_dir: Path
 ) -> dict[str, str]:
-    """Add the note, in Markdown, which the page shows above everything else."""
+    """Return the tags with a Markdown note. The run's page shows the note at the top."""
     on_slurm = (
         f"; on SLURM: job {tags['slurm.job_id']} on {tags['slurm.nodes']}"
         if "slurm.job_id" in tags
@@ -84,7 +84,6 @@ def training_tags(
 
 
 def slurm_tags() -> dict[str, str]:
-    """Return the job and the nodes of this attempt, if it is a SLURM job."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
     return (
@@ -95,7 +94,7 @@ def slurm_tags() -> dict[str, str]:
 
 
 KNOWN = ("cifar", "stl10", "tinyimagenet", "mnist", "imagenet1k", "imagenet21k")
-"""Sources that are one dataset under any name."""
+"""Source kinds with a single dataset, however it is named."""
 
 
 def target_of(manifest: Manifest) -> str:
@@ -137,7 +136,7 @@ def dataset_of(part: Part, context: str) -> dict[str, str]:
 
 
 def summary(part: Part) -> dict[str, Any]:
-    """Return facts of the split, or of its fold if only one fold is trained on."""
+    """Return facts about the split, or about its fold if the run uses one fold."""
     manifest, split = part.manifest, part.content
     counts = list(split.class_counts)
     if part.chosen is not None:
@@ -165,7 +164,7 @@ def summary(part: Part) -> dict[str, Any]:
 
 
 _OPTIONS = re.compile(r"^([\w.]*storage[\w.]*|(?:data|checkpoint)(?==.*storage))=.*", re.DOTALL)
-"""Overrides with storage options, which may be secrets."""
+"""Pattern of overrides with storage options, which may contain secrets."""
 
 
 def shown_command(words: list[str]) -> str:
@@ -184,7 +183,7 @@ def shown_command(words: list[str]) -> str:
 
 
 def _given(word: str) -> str:
-    """Return the original path of a config, because a job reads the copy in cluster/snapshot."""
+    """Return the original path of a config. A job reads a copy in cluster/snapshot."""
     copy = re.fullmatch(r"([^=]*)/jobs/snapshots/[^/]+(/given)?/(.+)", word)
     if copy is None:
         return word
@@ -194,8 +193,8 @@ def _given(word: str) -> str:
 
 @cache
 def git_commit() -> str:
-    """Return the commit of the running code, with a mark if it was changed. A job's snapshot
-    records its commit."""
+    """Return the commit of the running code, with -dirty if the code was changed. A job's snapshot
+    contains its commit."""
     here = Path(__file__).parents[1]
     said = here.parent / "COMMIT"
     try:

@@ -1,7 +1,8 @@
 """`pretrain ui FOLDER`: serve MLflow's page of the runs in a folder.
 
-1. Start `mlflow server` on the database and wait until it is ready. It prints into `mlflow.db.log`.
-2. Deliver the event logs of all runs in the queue, unless a run's own deliverer does that.
+1. Start `mlflow server` on the database and wait until it is ready. The server prints into
+   `mlflow.db.log`.
+2. Deliver the event logs of all runs in the queue, unless another delivery process does.
 3. A signal ends the server.
 """
 
@@ -23,7 +24,7 @@ from pretrain.tracking.queue import SQLITE, Queue
 from pretrain.tracking.store import Store, files_of, open_database, runs_page
 
 READY_S = 180.0
-"""Limit in seconds for the server's start, which takes half a minute on an idle node."""
+"""Seconds that the server may take to start. On an idle node it takes half a minute."""
 ENDING_S = 15.0
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
@@ -39,7 +40,7 @@ def _stop(_number: int, _frame: FrameType | None) -> None:
 
 
 def serve(folder: Path, *, host: str, port: int) -> None:
-    """Serve until a signal. Raise UserError if the server ends by itself."""
+    """Serve until a signal arrives. Raise UserError if the server ends by itself."""
     database = (folder / "mlflow.db").absolute()
     log, address = database.with_name("mlflow.db.log"), f"http://{host}:{port}"
     queue = Queue(f"{SQLITE}{database}", folder)

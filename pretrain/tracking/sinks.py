@@ -1,8 +1,8 @@
-"""The event log of a run for other tools, in RUN/tracking/TOOL/: TensorBoard and Weights & Biases
-(offline).
+"""Write the event log of a run for other tools, in RUN/tracking/TOOL/: TensorBoard and Weights &
+Biases (offline).
 
 Opening a sink rewrites its files from the beginning of the log, so a kill duplicates nothing. Both
-get metrics; TensorBoard also gets images, Weights & Biases parameters.
+tools get metrics. TensorBoard also gets images, Weights & Biases parameters.
 """
 
 import os
@@ -31,7 +31,7 @@ class Sinks:
         self._sinks = [open_sink(name, run_dir) for name in names]
 
     def write(self) -> int:
-        """Write the new events of the log; return their number."""
+        """Write the new events of the log. Return their number."""
         if not self._sinks or not self._journal.exists():
             return 0
         with open(self._journal, "rb") as file:
@@ -59,8 +59,6 @@ def open_sink(name: str, run_dir: Path) -> Sink:
 
 
 class TensorBoard:
-    """The event files of TensorBoard, with metrics and images."""
-
     def __init__(self, folder: Path):
         from tensorboardX import SummaryWriter
 
@@ -85,8 +83,8 @@ class TensorBoard:
 
 
 class Wandb:
-    """An offline run. `wandb sync RUN/tracking/wandb/wandb/offline-run-*` sends it, each time under
-    the same id."""
+    """An offline run of Weights & Biases. `wandb sync RUN/tracking/wandb/wandb/offline-run-*` sends
+    it, each time under the same id."""
 
     def __init__(self, folder: Path, identity: RunIdentity | None):
         assert identity is not None

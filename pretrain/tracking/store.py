@@ -5,12 +5,11 @@ A run is found by its key (`RunIdentity.run_key`), a model version by the hash o
 method raises the errors of MLflow; `Store.fault_of` describes them in one line.
 
 If no server is named, the database is an SQLite file next to the runs. One process at a time writes
-to it (queue.py). The file appears complete. It is made in a temporary directory of this node,
-because hundreds of small writes take long on a shared file system.
+to it (queue.py). The file is made in a temporary directory of this node, because hundreds of small
+writes take long on a shared file system.
 
 MLflow migrates a database piece by piece, outside a transaction, so an older file is never migrated
-silently. The error names the remedy: the event logs of the runs contain everything, and can fill a
-new file.
+silently.
 """
 
 import json
@@ -55,15 +54,12 @@ _COLUMNS = (
     *(f"metrics.`{name}`" for name in (*_ACCURACIES, "knn/top1_k20")),
     *(f"tags.`{name}`" for name in ("model", "dataset")),
 )
-"""Columns of the page of runs."""
+"""Columns on MLflow's page of runs."""
 _VIEW = "accuracies"
-"""Name under which MLflow stores these columns."""
 _METRICS_AT_ONCE, _PARAMS_AT_ONCE = 1000, 100
 
 
 class Store:
-    """The tracking database `uri`."""
-
     def __init__(self, uri: str):
         self._uri, self._database = uri, database_path(uri)
 
@@ -84,7 +80,7 @@ class Store:
         return True
 
     def fault_of(self, error: Exception) -> str:
-        """Describe an error of a method in one line, with the remedy if it is known."""
+        """Return a one-line description of an error, with its fix if known."""
         if isinstance(error, UserError):
             return str(error)
         is_damaged = any(sign in str(error) for sign in _SIGNS_OF_DAMAGE)
@@ -95,7 +91,7 @@ class Store:
         return fault
 
     def open_run(self, identity: RunIdentity) -> str:
-        """Return the id of the run with this key. A missing run is created."""
+        """Return the id of the run with this key. Create the run if it is missing."""
         client = self._client
         experiment = client.get_experiment_by_name(identity.experiment)
         if experiment is None:
@@ -121,7 +117,7 @@ class Store:
         return run_id
 
     def adopt(self, run_id: str, identity: RunIdentity) -> None:
-        """Move a run below its parent, if the parent is in the experiment. A parent may arrive
+        """Nest a run under its parent, if the parent is in the experiment. A parent may arrive
         after its child."""
         if identity.parent_key:
             experiment_id = self._client.get_run(run_id).info.experiment_id
@@ -136,7 +132,6 @@ class Store:
             self._client.set_terminated(run_id, status)
 
     def log_metrics(self, run_id: str, events: Sequence[dict[str, Any]]) -> None:
-        """Log `metrics` events, with their times."""
         metrics = [
             Metric(name, value, event["time_ms"], event["step"])
             for event in events
@@ -173,13 +168,13 @@ class Store:
         self._client.log_artifact(run_id, str(path), folder or None)
 
     def register(self, run_id: str, event: dict[str, Any]) -> None:
-        """Register the weights of a `version` event as a version of the model, unless they are one,
-        and set the version's tags.
+        """Register the weights of a `version` event as a version of the model, unless a version has
+        these weights, and set the version's tags.
 
         The version's source is the checkpoint metadata of the run that made the weights, or of
-        `run_id` if that run is not in this database. A server accepts no path of
-        another machine. The tag `checkpoint` names the directory of the weights. The event
-        is skipped if the database can never accept it, for example without a registry.
+        `run_id` if that run is not in this database. (A server accepts no path of another machine.)
+        The tag `checkpoint` names the directory of the weights. The event is skipped if the
+        database can never accept it, for example without a registry.
         """
         client, name = self._client, event["model"]
         try:
@@ -194,7 +189,8 @@ class Store:
             if error.error_code in _MAY_PASS:
                 raise
             print(
-                f"model {name!r}: the registry does not accept it ({error}), so it is skipped",
+                f"model {name!r}: the registry does not accept it ({error}), so the version is"
+                " skipped",
                 file=sys.stderr,
                 flush=True,
             )
@@ -210,7 +206,6 @@ class Store:
         return str(version.version)
 
     def _version_of(self, name: str, weights_sha256: str) -> str | None:
-        """Return the oldest version that has these weights."""
         try:
             self._client.create_registered_model(name)
         except MlflowException as error:
@@ -224,7 +219,7 @@ class Store:
         return str(min(versions)) if versions else None
 
     def _runs(self, tag: str, key: str, *experiment_ids: str) -> list[str]:
-        """Return the ids of the runs with this key in the tag, by default in all experiments."""
+        """Return the ids of the runs whose tag `tag` is `key`, by default in all experiments."""
         ids = list(experiment_ids) or [
             each.experiment_id for each in self._client.search_experiments()
         ]
@@ -238,7 +233,8 @@ def files_of(database: Path) -> Path:
 
 
 def open_database(path: Path) -> None:
-    """Create the database if it does not exist, and check that the installed MLflow can use it."""
+    """Create the database if it does not exist. Raise UserError if the installed MLflow cannot use
+    it."""
     if not path.exists():
         make_directory(files_of(path))
         with tempfile.TemporaryDirectory() as folder:
@@ -273,7 +269,7 @@ def _unusable(path: Path, fault: str) -> UserError:
         str(path),
         f"MLflow cannot use this database ({fault})",
         f"mkdir {old} && mv {path}* {old}; then `pretrain sync RUN` for every run of {path.parent}"
-        " fills a new one from the event logs",
+        " fills a new database from the event logs",
         code="damaged",
     )
 
@@ -285,15 +281,14 @@ def make_database(path: Path, *, files: Path) -> None:
 
 
 def schema_revision() -> str | None:
-    """Return the revision of the tables that the installed MLflow uses."""
     return ScriptDirectory(*mlflow.store.db_migrations.__path__).get_current_head()
 
 
 def runs_page(address: str) -> str:
-    """Return the page of the newest run's experiment, with columns of accuracies. Without a run,
-    return the page of all experiments.
+    """Return the address of the page of the newest run's experiment, with columns of accuracies.
+    Without a run, return the page of all experiments.
 
-    The columns are a shared view, which MLflow keeps in a tag of the experiment.
+    MLflow keeps the columns as a shared view in a tag of the experiment.
     """
     client = MlflowClient(tracking_uri=address)
     experiments = [each.experiment_id for each in client.search_experiments()]
@@ -308,6 +303,5 @@ def runs_page(address: str) -> str:
 
 
 def _described(tags: Mapping[str, str]) -> str:
-    """Return a Markdown description of a version's weights and results."""
     results = "".join(f"| {tag} | {value} |\n" for tag, value in sorted(tags.items()) if "/" in tag)
     return f"{tags.get('model', '')}: `{tags['checkpoint']}`\n\n| result | |\n|---|---|\n{results}"

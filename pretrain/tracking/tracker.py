@@ -4,11 +4,9 @@ network.
     RUN/tracking/identity.json      identity of the run in every tracking database
     RUN/tracking/journal.jsonl      the event log, one event a line
     RUN/tracking/pictures/          images
-    RUN/tracking/delivered.json     position of the delivery, which runs in its own process
-    RUN/tracking/delivery.log       faults of the delivery
 
-1. A deliverer (delivery.py) runs until the trainer closes the pipe and all events have arrived. If
-   it dies, it is started again after a minute.
+1. A delivery process (delivery.py) runs until the trainer closes the pipe and all events have
+   arrived. If the process dies, it is restarted after a minute.
 2. Lines are written in the order of the calls from all threads. If the disk accepts no lines (full,
    read-only, lost), they wait in memory. A write that stopped within a line continues at that byte,
    so only the last line can be incomplete.
@@ -16,7 +14,7 @@ network.
    attempt.
 
 Events are start (params, tags, datasets), params (and tags), metrics, artifact, image, version, and
-end. Each has its time, so a repeated delivery changes nothing.
+end. Each event has its time, so a repeated delivery changes nothing.
 """
 
 import atexit
@@ -59,9 +57,9 @@ STUCK_S = 10.0
 DRAWING_S = 10.0
 """Limit in seconds for the last images and the last lines at the end of a run."""
 SYNC_S = 10.0
-"""Limit in seconds for a checkpoint's wait for lines that the disk does not accept."""
+"""Seconds that a checkpoint waits if the disk does not accept lines of the log."""
 JOURNAL_RETRY_S = 1.0
-"""Pause after a failed write."""
+"""Seconds between a failed write and the next try."""
 
 
 class RunIdentity(Settings):
@@ -105,7 +103,7 @@ class RunIdentity(Settings):
 
     @staticmethod
     def known(run_dir: Path) -> "RunIdentity | None":
-        """Return the identity of a run; None if the run has not begun."""
+        """Return the identity of a run, or None if the run has not begun."""
         return RunIdentity.read(run_dir) if (run_dir / IDENTITY).exists() else None
 
     @staticmethod
@@ -114,7 +112,7 @@ class RunIdentity(Settings):
         try:
             return RunIdentity.model_validate_json(path.read_bytes())
         except ValidationError:
-            fix = "restore or remove it; without it, tracking shows the run as a new one"
+            fix = "restore or remove it; without the file, tracking shows a new run"
             raise UserError(str(path), "the file is damaged", fix, code="damaged") from None
 
 
@@ -149,7 +147,7 @@ class Tracker:
         self._append({"event": "params", "params": values, "tags": dict(tags or {})})
 
     def metrics(self, values: dict[str, float], *, step: int) -> None:
-        """Log metrics, except those that the log has for this step, because a resumed run repeats
+        """Log metrics. Skip metrics that the log has for this step, because a resumed run repeats
         steps."""
         with self._lock:
             fresh = {name: value for name, value in values.items() if self._is_new(name, step)}
@@ -191,7 +189,7 @@ class Tracker:
             try:
                 save_sheet(draw(), path)
             except (OSError, UserError) as error:
-                problem = f"cannot be written ({error}). Training continues without it"
+                problem = f"cannot be written ({error}). Training continues without the image"
                 print(f"tracking: {path}: {problem}", file=sys.stderr)
             else:
                 place = str(path.resolve())
@@ -225,7 +223,7 @@ class Tracker:
             journal.sync(timeout_s=SYNC_S)
 
     def close(self, status: Status) -> None:
-        """Log the end of the run, and wait some time for the delivery."""
+        """Log the end of the run, and wait a limited time for the delivery."""
         self._closing.set()
         for thread in self._threads:
             thread.join(DRAWING_S)
@@ -252,7 +250,8 @@ class Tracker:
                 self._journal.append(event)
 
     def _is_new(self, name: str, step: int) -> bool:
-        """Return True, once, if the log has no equal or later step. The caller holds the lock."""
+        """Record the step and return True if it is later than all logged steps of `name`. The
+        caller must hold the lock."""
         if self._journal is None or step <= self._journal.last_steps.get(name, -1):
             return False
         self._journal.last_steps[name] = step
@@ -266,8 +265,8 @@ class Tracker:
 
 
 class _Deliverer(threading.Thread):
-    """The delivery process, and the thread that restarts it after a crash. Training does not wait
-    for the disk with the program."""
+    """The delivery process, and the thread that starts it and restarts it after a crash. Training
+    does not wait while the program loads."""
 
     def __init__(self, run_dir: Path, close_timeout_s: float, sinks: Sequence[str]):
         super().__init__(name="tracking", daemon=True)
@@ -280,8 +279,8 @@ class _Deliverer(threading.Thread):
         self.start()
 
     def close(self) -> str:
-        """Tell the deliverer that the trainer has ended, and wait for it. Return how the process
-        ended; an empty text if everything has arrived."""
+        """Tell the delivery process that the trainer has ended, and wait for the process. Return
+        the reason if it failed, or "" if all data arrived."""
         self._closing.set()
         os.close(self._write_end)
         self.join(self._close_timeout_s + STUCK_S)
@@ -289,7 +288,7 @@ class _Deliverer(threading.Thread):
         if process is not None and self.is_alive():
             process.kill()  # it is stuck in the client of the database
             self.join(STUCK_S)
-            return "no reply of the database"
+            return "no reply from the database"
         os.close(self._read_end)
         if process is None:
             return "no start"
@@ -355,7 +354,7 @@ class Journal:
             self._changed.notify_all()
 
     def sync(self, *, timeout_s: float) -> None:
-        """Write all lines to disk, unless the disk fails or needs longer."""
+        """Write all lines to disk. Wait at most `timeout_s`, or less if the disk fails."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting, timeout_s)
         with suppress(OSError):
@@ -401,7 +400,7 @@ class Journal:
 
 
 def readable_events(lines: list[bytes]) -> list[dict[str, Any]]:
-    """Return the events of the lines. A line that a machine crash has damaged is skipped."""
+    """Return the events of the lines. Skip a line that a crash of the machine damaged."""
     events = []
     for line in lines:
         try:

@@ -149,7 +149,9 @@ def test_a_start_that_froze_is_taken_over_and_changes_nothing_when_it_wakes_up(
         assert printed_errors(said) == [(str(run_dir), "busy")], said
         stop_while_it_waits(start(config, run_dir, *words[1:], ranks=2))
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-        assert "SLURM reports that it is over" in finish(start(config, run_dir, *words, ranks=1))
+        assert "SLURM reports that the attempt is over" in finish(
+            start(config, run_dir, *words, ranks=1)
+        )
         before = contents(run_dir)
     finally:
         frozen.send_signal(signal.SIGCONT)

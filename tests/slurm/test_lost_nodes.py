@@ -25,7 +25,7 @@ def test_a_node_that_freezes_is_taken_over_from_and_changes_nothing_when_it_wake
     await_progress(slurm, job, run_dir, start=1, ranks="1 x 2")
     slurm.tell("hang n1")  # the run's lock is held for good
     try:
-        slurm.wait_for(job, "SLURM reports that it is over", timeout_s=300)
+        slurm.wait_for(job, "SLURM reports that the attempt is over", timeout_s=300)
         await_progress(slurm, job, run_dir, start=2, ranks="1 x 2")
         slurm.tell("thaw n1")
         assert slurm.wait(job, "COMPLETED", timeout_s=400)["Restarts"] == "1"

@@ -446,7 +446,7 @@ engine: {{precision: fp32, timeout_s: 60}}
     assert "0.485 0.456 0.406 / 0.229 0.224 0.225, ImageNet's by default" in output
     card = read_card(list_checkpoints(tmp_path / "run")[-1])
     assert card.stream and card.dataset == "stream of part" and card.classes == tuple("01234")
-    assert "its command has the recorded hash" in output
+    assert "the command in data.dataset has the recorded hash" in output
     run = tmp_path / "run"
     assert not any(b"hush-word" in data for data in files_of(run).values())
     recorded = read_yaml(run / "config.yaml")["data"]["dataset"]
