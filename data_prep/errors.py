@@ -50,11 +50,10 @@ class UserError(ValueError):
     """
 
     is_final: ClassVar[bool] = False
-    """True if another attempt would fail in the same way, even after all checks have passed (exit
-    code 2)."""
+    """True if another attempt would fail in the same way. The exit code is then 2, even after all
+    checks have passed."""
     is_passing: ClassVar[bool] = False
-    """True if another attempt may succeed, even if the error comes before the start (exit code
-    1)."""
+    """True if another attempt may succeed. The exit code is then 1, even before the work starts."""
     of_all_ranks = False
     """True if every rank raises the error at the same step, so that one rank prints it for all."""
 

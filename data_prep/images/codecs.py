@@ -2,8 +2,8 @@
 
 This module reads the headers, so sizes are known before decoding:
 
-- WebP: RIFF, length, WEBP, chunks. The size is of the canvas in an extended file (VP8X), otherwise
-  of the one frame (VP8 is lossy, VP8L lossless).
+- WebP: RIFF, length, WEBP, chunks. Extended files (VP8X) contain the size of the canvas, other
+  files the size of their only frame (VP8 is lossy, VP8L lossless).
 - AVIF: boxes of one image. Sequences (brand avis) are not read, because imagecodecs 2026.3 writes
   beyond its buffer for their first frame.
 - JPEG XL: a codestream, or boxes that hold it. libjxl turns the image upright.
@@ -26,8 +26,7 @@ _BITS: Final = re.compile(rb"pixi.{5}(.)", re.DOTALL)
 _QUARTERS: Final = re.compile(rb"\0\0\0\x09irot(.)", re.DOTALL)
 _MIRROR: Final = re.compile(rb"\0\0\0\x09imir(.)", re.DOTALL)
 _ORIENTATIONS: Final = {None: (1, 8, 3, 6), 0: (4, 5, 2, 7), 1: (2, 7, 4, 5)}
-"""Axis of a mirrored image (or none) -> EXIF orientation for each number of counterclockwise
-quarter turns."""
+"""Mirror axis (or None) -> EXIF orientations for 0 to 3 counterclockwise quarter turns."""
 _RATIOS: Final = ((1, 1), (1, 1), (12, 10), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))
 """Ratios of width to height in a JPEG XL header; the first is not used."""
 

@@ -1,8 +1,8 @@
 """Turn every pixel mode that Pillow opens into RGB of 8 bits, or reject the image.
 
-Transparent pixels are laid over white. The high 8 bits of deeper samples are kept. CMYK is
-multiplied out without a color profile. Integers of 32 bits and floats are rejected, because their
-files do not define white.
+Transparent pixels are laid over white. Deeper samples are reduced to their high 8 bits. CMYK is
+converted without a color profile. Integers of 32 bits and floats are rejected, because their files
+do not define white.
 """
 
 import numpy as np
@@ -43,7 +43,7 @@ def to_rgb(image: Image.Image, *, rawmode: str = "") -> Image.Image:
         raise unknown_levels(image)
     if mode in _LAYERED or (transparent is not None and mode in ("RGB", "L", "1", "P")):
         if transparent is not None and mode in ("RGB", "L"):
-            image = image.copy()  # others may hold it
+            image = image.copy()  # the caller may need the original
             image.info["transparency"] = _in_8_bits(transparent, rawmode)
         layered = image.convert("LA").convert("RGBA") if mode == "La" else image.convert("RGBA")
         white = Image.new("RGBA", layered.size, "white")

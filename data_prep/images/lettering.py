@@ -1,7 +1,8 @@
 """Draw names in any script with the fonts of the system.
 
 DejaVu Sans comes with matplotlib (Latin, Greek, Cyrillic, Arabic, Hebrew). Debian's
-`fonts-noto-cjk` has Chinese, Japanese and Korean. A letter without a font is drawn as its number.
+`fonts-noto-cjk` has Chinese, Japanese and Korean. A letter without a font is drawn as its code
+point.
 """
 
 import unicodedata

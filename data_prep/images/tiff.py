@@ -50,7 +50,7 @@ def decode_tiff(data: bytes, image: TiffImageFile) -> Image.Image:
         return Image.frombytes(mode, size, rgb.tobytes())
     if mode not in MODES:
         raise unknown_levels(image)
-    # an array of this size limits the memory, whatever another directory of the file says
+    # this array limits the memory, even if another page of the file is larger
     kind = bool if bits == 1 else np.uint8 if bits <= 8 else np.uint16
     is_separate = count > 1 and tags.get(Tiff.PLANAR_CONFIGURATION) == _SEPARATE
     shape = [size[1], size[0], count] if count > 1 else [size[1], size[0]]

@@ -1,4 +1,4 @@
-"""Archives of a few files of records, each an image and its label (CIFAR, MNIST, STL-10).
+"""Archives whose files are lists of records, each an image and its label (CIFAR, MNIST, STL-10).
 
 The archive is a folder of files, or a .tar.gz that is unpacked once into the work directory; the
 build removes it at the end. MD5 sums are checked before a listing opens any file. Every process
@@ -167,5 +167,5 @@ def _loaded(
         wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
         if len(wrong) and not (labels == UNLABELLED).all():
             problem = f"has the label {labels[wrong[0]]} in record {wrong[0]}"
-            raise damaged(name, f"{problem}, and {num_classes} classes")
+            raise damaged(name, f"{problem}, but only {num_classes} classes")
     return records

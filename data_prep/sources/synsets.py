@@ -137,7 +137,7 @@ def _wnid(name: str, place: Path) -> str:
     stem = name.rpartition("/")[2].removesuffix(".tar")
     if not _WNID.fullmatch(stem):
         problem = f"{place} holds {name!r}, which is no synset (n and 8 digits)"
-        raise SourceError("source.path", problem, "give ImageNet", code="unknown-format")
+        raise SourceError("source.path", problem, "give ImageNet's synsets", code="unknown-format")
     return stem
 
 
