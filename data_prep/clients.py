@@ -70,7 +70,6 @@ class Bucket:
     """True if the part before @ in a URL (CONTAINER@ACCOUNT) names a container, not a user."""
 
     def host(self, parts: SplitResult) -> str:
-        """Return the host that receives the storage options."""
         return f"{parts.scheme}://"
 
     def options(self, _url: str, storage: Mapping[str, Any], _silence_s: float) -> dict[str, Any]:

@@ -69,7 +69,6 @@ def exit_code_of(error: ValueError | OSError, *, is_started: bool = False) -> in
 
 
 def message_of(error: Exception) -> str:
-    """Return the error as programs print it, with its code."""
     if isinstance(error, OSError) and not isinstance(error, UserError):
         error = error_of_system(error)
     return error.with_codes() if isinstance(error, UserError) else str(error)

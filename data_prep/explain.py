@@ -57,9 +57,9 @@ class Explained:
     words: tuple[str, ...] = ()
     """All possible values, if these are words."""
     kind: str = ""
-    """Value of `kind` in its section, if only some kinds have the key."""
+    """Value of the section's `kind`, if only some kinds have the key."""
     section: str = ""
-    """Description of its section."""
+    """Description of the key's section."""
 
     def is_meant_by(self, word: str) -> bool:
         """Return True if the word names this key or its section."""

@@ -29,7 +29,6 @@ SILENT_S = 1.5
 DRAWN_AFTER_S = 0.5
 
 _open_lines: list["ProgressLine"] = []
-"""Open lines, the outermost first."""
 
 
 class ProgressLine:

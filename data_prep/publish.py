@@ -222,7 +222,6 @@ def sole_writer(directory: Path, *, wait: bool = False, notice: str = "") -> Ite
 
 
 def _hold(file: IO[str], place: Path, *, wait: bool, notice: str = "") -> None:
-    """Lock the file, and record the holder in it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -162,7 +162,6 @@ def _info(url: str, storage: Storage) -> dict[str, Any]:
 
 
 def listing(pattern: str, *, storage: Storage) -> list[str]:
-    """Return the URLs in a bucket that match a pattern."""
     found = tried(pattern, lambda: client(pattern, storage).glob(pattern), num_attempts=1)
     parts = urlsplit(pattern)
     return [f"{parts.scheme}://{parts.netloc}/{name.partition('/')[2]}" for name in found]

@@ -107,7 +107,6 @@ def validate(schema: type[S], tree: dict[str, Any]) -> S:
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -340,7 +339,6 @@ _FIXES = {
 
 
 def _explain(schema: type[BaseModel], problems: Sequence[Any]) -> SettingsError:
-    """Return one SettingsError for all problems that pydantic found."""
     inside = {each["loc"][:-1] for each in problems}
     first, *others = {
         str(error): error
@@ -419,7 +417,6 @@ def _of_validator(error: ValueError, prefix: str) -> Iterator[UserError]:
 
 
 def _words_in(annotation: Any) -> list[object]:
-    """Return all words in the Literals of an annotation."""
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     return [word for inner in get_args(annotation) for word in _words_in(inner)]

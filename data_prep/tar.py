@@ -318,7 +318,6 @@ class TarWriter:
 
 
 def header(name: str, num_bytes: int) -> bytes:
-    """Return the 512 bytes before a member's data."""
     if num_bytes > MAX_MEMBER_BYTES:
         problem = f"{name}: {num_bytes:,} bytes are too many for a member"
         raise ValueError(f"{problem} (at most {MAX_MEMBER_BYTES:,})")

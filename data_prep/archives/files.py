@@ -91,7 +91,7 @@ def refuse_loose_images(
     if loose:
         raise SourceError(
             "source.path",
-            f"{len(loose):,} images in {place} are in no {of} folder ({', '.join(loose[:3])})",
+            f"{len(loose):,} images are in {place}, not in a {of} folder ({', '.join(loose[:3])})",
             fix,
             code="unknown-format",
         )

@@ -78,7 +78,6 @@ def changed_since(paths: Sequence[Path], stamp: str) -> list[str]:
 
 
 def check_unchanged(place: str, stamp: str, paths: Sequence[Path]) -> None:
-    """Raise SourceError if the files have changed since they were listed."""
     if stamp_of(paths) != stamp:
         raise changed(place)
 

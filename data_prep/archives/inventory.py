@@ -155,7 +155,6 @@ class Inventory:
 
 @lru_cache(maxsize=2)
 def open_inventory(directory: Path, stamp: str) -> Inventory:  # noqa: ARG001 (a new stamp opens the inventory again)
-    """Return the inventory, opened once per worker process."""
     return Inventory(directory)
 
 
@@ -195,7 +194,6 @@ def write_inventory(directory: Path, outline: Outline, listed: Iterable[Entries]
 def _sorted_columns(
     number: int, entries: Entries, names_end: int
 ) -> tuple[dict[str, NDArray[Any]], list[bytes]]:
-    """Return the columns of one container, sorted by name, and the encoded names."""
     order = sorted(range(len(entries.names)), key=entries.names.__getitem__)
     names = [entries.names[row].encode("utf-8", "surrogateescape") for row in order]
     columns = {

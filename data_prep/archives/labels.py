@@ -82,7 +82,6 @@ def read_labels(
 
 
 def class_names(rows: Iterable[Row]) -> tuple[str, ...]:
-    """Return the sorted class names. Numbers are sorted by value."""
     return sorted_names({row.label for row in rows})
 
 

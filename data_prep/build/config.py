@@ -106,7 +106,7 @@ class BuildSettings(ImageSpec):
         if self.classes is not None and self.classes_file is not None:
             raise UserError(
                 "classes_file",
-                "excludes the setting classes",
+                "cannot be combined with classes",
                 "remove one of them",
                 code="conflict",
             )

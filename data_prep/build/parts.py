@@ -2,8 +2,7 @@
 it.
 
 `claim` makes PARTS before any other file in OUT. `forget_parts` removes PARTS last, and begun.json
-last in PARTS. Builds, merges, indexes and planners hold the lock of OUT. Array tasks have their own
-locks (tasks.py).
+last in PARTS. tasks.py describes the locks.
 """
 
 import json

@@ -142,7 +142,6 @@ def write_paths(directory: Path, name: str, paths: list[str]) -> str:
 
 
 def count_labels(labels: NDArray[np.int64]) -> dict[str, int]:
-    """Return the number of labeled samples of each class."""
     seen, counts = np.unique(labels[labels >= 0], return_counts=True)
     return {str(label): int(count) for label, count in zip(seen, counts, strict=True)}
 

@@ -122,16 +122,14 @@ def _first_plan(settings: BuildSettings, source: Source, pool: Pool) -> Workplan
         work = prepare(settings, source, pool)
     except Exception as error:
         if isinstance(error, UserError):
-            user_error = error
+            cause = error
         elif isinstance(error, OSError):
-            user_error = error_of_system(error)
+            cause = error_of_system(error)
         else:
             problem = f"task 0 failed with {type(error).__name__}: {error}"
-            fix = "read the log of task 0"
-            user_error = UserError("--task", problem, fix, code="unfinished")
+            cause = UserError("--task", problem, "read the log of task 0", code="unfinished")
         with suppress(OSError):  # the disk itself may be the problem
-            error_fields = [user_error.field, user_error.problem, user_error.fix]
-            record = {"error": error_fields, "code": user_error.code}
+            record = {"error": [cause.field, cause.problem, cause.fix], "code": cause.code}
             write_json(failure, record | {"array": _attempt(), "id": uuid4().hex})
         raise
     failure.unlink(missing_ok=True)

@@ -59,7 +59,6 @@ def local_tar(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[Pa
 def each_shard(
     function: Callable[[Shard], T], shards: Sequence[Shard], *, title: str, num_workers: int
 ) -> Iterator[T]:
-    """Yield the result of `function` for every shard, in order."""
     sizes = [shard.num_samples for shard in shards]
     return sweep(function, shards, title=title, unit="images", sizes=sizes, workers=num_workers)
 

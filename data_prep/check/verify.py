@@ -158,7 +158,6 @@ def _split_faults(
 
 
 def _stray_files(directory: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield a note for each file that the manifest does not name."""
     known = manifest.file_hashes()
     for path in sorted(directory.iterdir()):
         if path.name.startswith(TEMPORARY_PREFIX) or path.name == PARTS:
@@ -242,7 +241,6 @@ def _walk(
     content: mmap.mmap | bytes,
     index: NDArray[np.int64],
 ) -> Iterator[str]:
-    """Read the tar once, together with the rows of its index; yield faults."""
     is_borrowed, least = expected.is_borrowed, 0 if expected.is_labeled else -1
     rows = {
         offset: (number, length, label)

@@ -225,18 +225,15 @@ def _published(publish: Callable[[], Manifest], out: Path, *, as_json: bool) -> 
         manifest, code = error.manifest, FAILED
     splits = {name: split.num_samples for name, split in manifest.splits.items()}
     if as_json:
-        counts = {
-            "read": manifest.num_read,
-            "written": manifest.num_written,
-            "rejected": manifest.num_rejected,
-        }
         print(
             json.dumps(
                 {
                     "dataset": str(out),
                     "splits": splits,
                     "content_hash": manifest.content_hash,
-                    **counts,
+                    "read": manifest.num_read,
+                    "written": manifest.num_written,
+                    "rejected": manifest.num_rejected,
                     "left_out": manifest.num_left_out,
                 }
             )

@@ -77,12 +77,12 @@ def _verify(options: argparse.Namespace) -> int:
 
     found = verify(directory_of(options), num_workers=options.workers, storage=options.storage)
     if options.json:
-        counts = {"samples": found.manifest.num_written, "num_faults": found.num_faults}
         print(
             json.dumps(
                 {
                     "dataset": str(options.dataset),
-                    **counts,
+                    "samples": found.manifest.num_written,
+                    "num_faults": found.num_faults,
                     "faults": found.faults,
                     "notes": found.notes,
                 }

@@ -109,14 +109,14 @@ def _subset(options: argparse.Namespace) -> int:
     splits = {name: split.num_samples for name, split in manifest.splits.items()}
     excluded = manifest.source.get("exclude_paths")
     if options.json:
-        more = {"left_out": manifest.num_left_out, "exclude_paths": excluded}
         print(
             json.dumps(
                 {
                     "dataset": str(options.out),
                     "splits": splits,
                     "content_hash": manifest.content_hash,
-                    **more,
+                    "left_out": manifest.num_left_out,
+                    "exclude_paths": excluded,
                 }
             )
         )

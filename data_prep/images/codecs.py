@@ -97,7 +97,6 @@ def _webp(data: bytes) -> Header:
 
 
 def _webp_size(name: bytes, body: bytes) -> tuple[int, int] | None:
-    """Return the width and height in a chunk, if it has them."""
     if name == b"VP8X":
         return 1 + int.from_bytes(body[4:7], "little"), 1 + int.from_bytes(body[7:10], "little")
     if name == b"VP8L":  # after a byte of signature, 14 bits each

@@ -107,7 +107,6 @@ class Picture:
         return height / width if self.orientation >= _FIRST_ON_ITS_SIDE else width / height
 
     def upright(self, image: Image.Image) -> Image.Image:
-        """Return `image` as RGB, turned upright."""
         rgb = image if image.mode == "RGB" else image.convert("RGB")
         turn = _TURNS.get(self.orientation)
         return rgb if turn is None else rgb.transpose(turn)
@@ -147,8 +146,8 @@ def read_picture(
 
 
 def size_of(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Return width and height from the header. Raise Rejection if it is not valid or they are too
-    large."""
+    """Return width and height from the header. Raise Rejection if the header is damaged or the
+    image is too large."""
     frame = plain_frame(data)
     if frame is not None:
         width, height, _ = frame

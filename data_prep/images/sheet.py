@@ -74,7 +74,6 @@ def draw_sheet(cells: list[LabeledPicture], *, title: str, facts: str) -> Image.
 
 
 def shortened(text: str, font: Letters, *, width: float) -> str:
-    """Return the text, shortened in the middle until it fits."""
     if font.getlength(text) <= width:
         return text
     cut = (short(text, length=length) for length in range(len(text), 2, -1))

@@ -121,13 +121,11 @@ def _plan(settings: IndexSettings, shards: list[StockShard]) -> IndexPlan:
 
 
 def described(settings: IndexSettings) -> dict[str, Any]:
-    """Return the settings that determine how the shards are read."""
     included = {"label", "image_member", "check"}
     return {"kind": "index", **settings.model_dump(mode="json", include=included)}
 
 
 def finished_plan_hash(plan: IndexPlan, shards: list[StockShard], stored: list[Shard]) -> str:
-    """Return the hash of the config and of the contents of all shards."""
     contents = [
         [mine.title, shard.name, shard.sha256] for mine, shard in zip(shards, stored, strict=True)
     ]

@@ -70,7 +70,6 @@ class IndexPlan:
     hash: str = ""
     """Hash of the config and the list of shards."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that determine the index."""
 
     @cached_property
     def numbers(self) -> dict[str, int] | None:
@@ -104,7 +103,7 @@ class Contents:
     rejected: list[Rejected] = field(default_factory=list)
     num_without_key: int = 0
     goes_on_at: int | None = None
-    """Offset of data after the end mark, which is not read."""
+    """Offset of unread data after the tar's end mark."""
     names: dict[str, int] = field(default_factory=dict)
     """Labels that are words, numbered in the order of occurrence; `rows` has these numbers."""
     has_numbers: bool = False

@@ -156,8 +156,6 @@ class _Type(str):
 
 
 class _Array:
-    """An array as it was pickled."""
-
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, self.shape, self.type, self.is_fortran, self.data = state
 

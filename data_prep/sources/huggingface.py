@@ -108,7 +108,6 @@ class HuggingFaceSource(Source, of=HuggingFaceSettings):
         return self.path if self.path.is_file() else self.path / container.path.rpartition("/")[0]
 
     def _column(self, container: Container, role: Role) -> tuple[Path, Any]:
-        """Return the file of a container, and its column of images or labels."""
         file, stamp = self._file(container), container.stamp
         return file, _column(file, stamp, container.offset, self._column_of(file, stamp, role))
 

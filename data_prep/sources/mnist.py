@@ -114,7 +114,6 @@ class MnistSource(RecordSource, of=MnistSettings):
                     raise wrong_sum(str(path), found, published[key])
 
     def _pairs(self) -> dict[str, tuple[str, str]]:
-        """Return the names of the image and label files of each split."""
         return {
             split: (self._find(split, "images-idx3"), self._find(split, "labels-idx1"))
             for split in _STEMS

@@ -59,7 +59,6 @@ class RecordSource(Source):
     """MD5 sums of the unpacked files."""
 
     max_bytes: ClassVar[int] = MAX_BYTES
-    """Largest unpacked size of the archive, in bytes."""
 
     @abstractmethod
     def names(self) -> tuple[str, ...]:

@@ -84,7 +84,6 @@ class Stl10Source(RecordSource, of=Stl10Settings):
         return {"folds": self._folds()[[int(locator.rpartition("/")[2]) for locator in locators]]}
 
     def _splits(self) -> dict[str, str]:
-        """Return {file of images: its split}."""
         return {
             name: split
             for name, split in _SPLITS.items()

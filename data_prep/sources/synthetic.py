@@ -205,7 +205,6 @@ def _paint(
     radius: float,
     generator: np.random.Generator,
 ) -> None:
-    """Draw one object onto the canvas, with edges that are blurred over one pixel."""
     x, y = _axes(len(canvas))
     angle = generator.uniform(0, 2 * np.pi)
     value, saturation = generator.uniform(0.45, 1.0), generator.uniform(0.7, 1.0)
