@@ -1,5 +1,4 @@
-"""Web servers and buckets, one class per type: how to create the fsspec client, and what its errors
-mean to a user.
+"""Types of web servers and buckets: their fsspec clients, and the meaning of client errors.
 
 Storage options go only to a client of the host that they belong to. remote.py repeats requests, so
 the clients' own retries are turned off as far as possible.

@@ -75,7 +75,6 @@ class _File:
     path: Path
 
     def fetch(self, mirror: str | None, copy_from: Path | None) -> str:
-        """Download or copy the file to its path, and return a line about it."""
         how = "kept"
         if self.path.exists():
             found = self._check(self.path, self.path, fix="Remove it, then repeat the command")
@@ -128,7 +127,7 @@ class _File:
     def _copy(self, place: Path) -> str:
         source = place / self.name if place.is_dir() or self.published.folder else place
         if not source.is_file():
-            raise self._error("--from", f"{source} is no file", code="missing-path")
+            raise self._error("--from", f"{source} is not a file", code="missing-path")
         found = self._check(source, source)
         with atomic_file(self.path) as target, open(source, "rb") as file:
             shutil.copyfileobj(file, target)
@@ -169,7 +168,7 @@ class _File:
             if not size or held < size:
                 self._receive(reply, part, held, size)
         if size and part.stat().st_size < size:
-            raise OSError(f"{part.stat().st_size:,} of {size:,} bytes arrived")
+            raise OSError(f"only {part.stat().st_size:,} of {size:,} bytes arrived")
         try:
             found = self._check(part, shown(url))
         except UserError as error:

@@ -43,10 +43,10 @@ CODES: tuple[str, ...] = get_args(Code)
 
 
 class UserError(ValueError):
-    """A mistake or fault that the user can fix. `str()` is the complete message, one line.
+    """A mistake or fault that the user can fix. `str()` is the complete message, one line per
+    error.
 
-    `others` are further errors of the same input, such as other fields of the same config; each
-    has a line of its own.
+    `others` are further errors of the same input, such as other fields of the same config.
     """
 
     is_final: ClassVar[bool] = False

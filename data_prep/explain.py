@@ -265,8 +265,8 @@ def _names_default(action: argparse.Action) -> bool:
 
 
 def completions(verb: argparse.ArgumentParser, prefix: str, **_: object) -> list[str]:
-    """Return shell completions of a key=value: keys (complete, or their last words), and after =
-    the words that are valid values."""
+    """Return shell completions of key=value: keys (complete, or their last words) and, after =,
+    valid words."""
     known = [each for each in settings_of(verb) if ".N." not in each.key]
     found = [
         f"{key}={word}"

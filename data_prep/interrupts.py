@@ -19,8 +19,8 @@ from data_prep import console
 
 INTERRUPTED = 130
 ANSWERED = "WIDE_MLPS_CTRL_C_ANSWERED"
-"""Environment variable for ranks whose launcher prints the message: `saves` if SIGINT waits until
-the rank can save, else `ends`."""
+"""Environment variable of launchers that print the message for their ranks. `saves`: SIGINT waits
+until the rank can save. `ends`: SIGINT ends the rank."""
 
 
 class _Answer:

@@ -65,7 +65,7 @@ def local_copy(
 
 def own_host(directory: Path) -> str:
     """Return the host that receives a dataset's storage options. For a copy, this is the host of
-    its URL, whatever hosts the manifest names. For a local dataset, this is the only host of its
+    its URL, even if the manifest names others. For a local dataset, this is the only host of its
     remote shards."""
     if (directory / HOST_NAME).is_file():
         return (directory / HOST_NAME).read_text()

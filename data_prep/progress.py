@@ -33,7 +33,7 @@ _open_lines: list["ProgressLine"] = []
 
 class ProgressLine:
     """A progress line. `note` is free text, such as a file name or a loss. If the unit is "step",
-    the line computes no speed, and the note contains it."""
+    the note must contain the speed."""
 
     def __init__(self, title: str, *, total: int, unit: str, start: int = 0, enabled: bool = True):
         self.title, self.total, self.unit, self.done, self.note = title, total, unit, start, ""

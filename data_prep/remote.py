@@ -1,6 +1,6 @@
 """Read and write files on web servers and in buckets, by the clients of clients.py.
 
-1. A copy is complete (if the server gives a size) or does not exist.
+1. A copy is complete or does not exist, if the server gives the size.
 2. Requests are repeated after temporary faults, with growing pauses. Credentials that may have
    expired are read again. Other faults are reported at once.
 3. An uploaded object appears complete. It is compared with the bucket's checksum, or read back.
@@ -306,7 +306,6 @@ def names_under(url: str, *, storage: Storage) -> list[str]:
 
 
 def remove(urls: Sequence[str], *, storage: Storage) -> None:
-    """Remove objects. Missing objects are ignored."""
     for url in urls:
         with contextlib.suppress(MissingError):
             tried(url, lambda url=url: client(url, storage).rm_file(url))  # type: ignore[misc]

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 _CONTEXT = get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["data_prep.build.build"])
-"""The module is imported once, in the process that forks the workers."""
+"""The module of the build is imported once, in the process that forks the workers."""
 
 
 class Pool:
@@ -95,8 +95,8 @@ class Pool:
 
 
 def start_server() -> None:
-    """Start the process that forks the workers, unless it runs. It imports the workers' modules
-    while this process continues, and ends with this process."""
+    """Start the process that forks the workers, unless it runs. The new process imports the
+    workers' modules while this process continues, and ends with this process."""
     # Ctrl-C reaches that process, too; during its imports it would print a traceback. The tracker
     # is started first, because its start unblocks signals.
     resource_tracker.ensure_running()

@@ -4,9 +4,9 @@
     PARTS/inventory/*.bin             container and label (int32), offset, size and name_end (int64)
                                       of each input; the names
 
-Columns are memory-mapped, so all workers and tasks read one copy. An input takes 28 bytes and its
-name on disk. Invariants: containers are sorted, and the entries of a container are sorted by name.
-A row number is therefore the same input on every machine. `containers.json` is written last.
+Columns are memory-mapped, so all workers and tasks read one copy. On disk, an input takes 28
+bytes plus its name. Invariants: containers are sorted, and the entries of a container are sorted by
+name. A row number is therefore the same input on every machine. `containers.json` is written last.
 """
 
 import hashlib

@@ -3,7 +3,7 @@
 First, `merge` checks that every planned shard has a record of this build and intact files. If the
 source can be reached, it must match its listing. Then `merge` writes rejected.jsonl, annotations,
 the indices for `wids` and manifest.json, and removes the folder PARTS. If the manifest already
-exists, it only removes PARTS.
+exists, `merge` only removes PARTS.
 """
 
 import hashlib

@@ -51,8 +51,8 @@ LocalDirectory = Annotated[str, AfterValidator(refuse_url)]
 
 
 def claim(directory: Path) -> None:
-    """Mark the directory as a dataset of data_prep before any other write. Raise UserError if it
-    contains files of another origin. These are never deleted or overwritten, even if they have
+    """Mark the directory as a dataset of data_prep before any other write. Raise UserError if the
+    directory contains other files. These are never deleted or overwritten, even if they have
     names like `parts/`, `.tmp-*` or `rejected.jsonl` (issue 17). Several array tasks may call this
     at once."""
     make_directory(directory)
@@ -61,7 +61,7 @@ def claim(directory: Path) -> None:
         if not (directory / MANIFEST_NAME).exists():
             raise UserError(
                 "out",
-                f"{directory} contains {strangers[0]}, but is no dataset",
+                f"{directory} contains {strangers[0]}, but is no dataset of data_prep",
                 "choose another directory",
                 code="exists",
             )

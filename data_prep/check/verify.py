@@ -120,16 +120,12 @@ def verify(
 
 
 def _manifest_faults(manifest: Manifest) -> Iterator[str]:
-    num_read, num_written, num_rejected = (
-        manifest.num_read,
-        manifest.num_written,
-        manifest.num_rejected,
-    )
-    if num_read != num_written + num_rejected:
-        yield f"manifest: {num_read} read is not {num_written} written + {num_rejected} rejected"
+    read, written, rejected = manifest.num_read, manifest.num_written, manifest.num_rejected
+    if read != written + rejected:
+        yield f"manifest: {read} read is not {written} written + {rejected} rejected"
     num_in_splits = sum(split.num_samples for split in manifest.splits.values())
-    if num_written != num_in_splits:
-        yield f"manifest: {num_written} written, but its splits have {num_in_splits} samples"
+    if written != num_in_splits:
+        yield f"manifest: {written} written, but its splits have {num_in_splits} samples"
     names = Counter(shard.name for split in manifest.splits.values() for shard in split.shards)
     for name, count in names.items():
         if count > 1:
@@ -206,7 +202,6 @@ def check_shard(expected: _Expected, shard: Shard) -> ShardFindings:
 
 @contextmanager
 def _noting(faults: Faults, directory: Path) -> Iterator[None]:
-    """Record an exception of a reader as a fault."""
     try:
         yield
     except (DatasetError, MissingError, RemoteError) as error:
@@ -261,7 +256,7 @@ def _walk(
                 if image.num_bytes != length or not _is_label(expected, label, sample, content):
                     yield f"{name}: the index does not point at this image"
                 if not least <= label < expected.num_classes:
-                    yield f"{name}: no class of {expected.num_classes} has the label {label}"
+                    yield f"{name}: label {label}, but the classes are 0 to {expected.num_classes - 1}"
                 data = content[image.offset : image.offset + image.num_bytes]
                 yield from _image_faults(name, data, expected.size)
             elif not is_borrowed:  # only chosen samples of a borrowed tar have rows

@@ -120,7 +120,7 @@ def _parts(directory: Path, against: tuple[Path, ...], splits: tuple[str, ...]) 
     wanted: list[tuple[Path, Manifest, str, bool]] = []
     for other in against:
         if other.resolve() == directory.resolve():
-            problem, fix = f"{other} is the dataset itself", "remove it"
+            problem, fix = f"{other} is the dataset itself", "choose others"
             raise UserError("against", problem, fix, code="conflict")
         found = load_manifest(other)
         wanted += [(other, found, split, False) for split in sorted(found.splits)]

@@ -41,8 +41,8 @@ the size and a crop of 3 % stay above 0.96; different images stay below 0.84."""
 PLAIN_SPREAD = 3.0
 """Largest standard deviation, in levels of 0 to 255, of an image of nearly one color."""
 FLAT_SHARE, FLAT_LEVELS, INK_SPREAD = 0.3, 5, 3.0
-"""Thresholds of line art. At least the fraction FLAT_SHARE of its pixels is within FLAT_LEVELS
-neighboring gray levels. Its colors are on one line between background and ink: their standard
+"""Thresholds of line art. At least the fraction FLAT_SHARE of the pixels is within FLAT_LEVELS
+neighboring gray levels. All colors are on one line between background and ink: the standard
 deviation across the line is below INK_SPREAD (of 255 levels)."""
 _COLOR_SCALE = 18.0  # 48 values of mean 0 and spread 1 are within +-7
 _BATCH = 256
@@ -120,7 +120,6 @@ def _flat_share(luma: NDArray[np.float64]) -> NDArray[np.float64]:
 def same_colors(
     colors: NDArray[np.int8], a: NDArray[np.int64], b: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Return, for each pair (a[i], b[i]), True if the color grids agree."""
     same = np.empty(len(a), np.bool_)
     for start in range(0, len(a), 1 << 17):
         part = slice(start, start + (1 << 17))

@@ -7,7 +7,7 @@ a table sorts the hashes by these blocks, and only hashes with equal blocks are 
 table that finds a pair keeps the pair, so memory does not grow with the number of tables.
 
 14 million hashes with near = 6 need 84 tables, sorted by 21 bits each, and 3 * 10^9 comparisons
-instead of 10^14. A table takes 6 to 8 s and 0.9 GB on one busy core, all tables take ten minutes.
+instead of 10^14. A table takes 6 to 8 s and 0.9 GB on one busy core; all tables take ten minutes.
 """
 
 import itertools

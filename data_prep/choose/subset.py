@@ -1,4 +1,4 @@
-"""`data_prep subset`: some samples of a dataset as another dataset, without copying an image.
+"""`data_prep subset`: make a dataset of some samples of another, without copying images.
 
 The new directory has a manifest, and the index rows and paths of each shard with chosen samples.
 The tars stay in place. The manifest has paths relative to the new directory, so move both datasets
@@ -114,7 +114,7 @@ def subset(source: Path, out: Path, selection: Selection) -> Manifest:
         found = frozenset[str]().union(*(part.excluded for part in chosen.values()))
         if not found:
             problem = f"none of the {len(listed):,} listed paths is in {source}"
-            fix = "give a list that data_prep dedup wrote of this dataset"
+            fix = "give a list that data_prep dedup wrote for this dataset"
             raise UserError("exclude", problem, fix, code="mismatch")
         description["exclude_paths"] = {"listed": len(listed), "found": len(found)}
     with own_place(out, wait=True):
@@ -180,8 +180,8 @@ def _describe(parent: _Parent, selection: Selection) -> dict[str, object]:
 def _existing(
     out: Path, description: dict[str, object], plan_hash: str, parent: _Parent
 ) -> Manifest | None:
-    """Return the manifest of a finished subset, or None if there is none or its tars have moved.
-    Raise UserError if `out` has another dataset."""
+    """Return the manifest of the finished subset `out`, or None if there is no manifest or the tars
+    have moved. Raise UserError if `out` has another dataset."""
     if not (out / MANIFEST_NAME).exists():
         return None
     manifest = load_manifest(out)

@@ -60,8 +60,8 @@ class ImageSpec(Settings):
     """Filter for resizing. area is OpenCV's INTER_AREA, as in FFCV; it is slower, because JPEGs are
     always decoded at full size."""
     encoding: Encoding = "raw"
-    """File format. raw: binary PPM, the fastest to read. jpeg: compress again. keep: store the
-    input's bytes after a check. Transparent pixels become white; with keep, they become white when
+    """File format. raw: binary PPM, the fastest to read. jpeg: encode as JPEG. keep: check the
+    input and store its bytes. Transparent pixels become white; with keep, they become white when
     the image is read."""
     jpeg_quality: int = Field(95, ge=1, le=100)
     """JPEG quality on libjpeg's scale."""

@@ -69,7 +69,9 @@ def decode_coded(data: bytes, header: Header) -> Image.Image:
         np.empty((*header.size, 16), np.uint8)  # MemoryError: decoders do not report this cause
         raise
     if sorted(pixels_HWC.shape[:2]) != sorted(header.size):
-        raise Rejection("damaged", f"{header.size} in the header, {pixels_HWC.shape} decoded")
+        raise Rejection(
+            "damaged", f"the header says {header.size}, the pixels are {pixels_HWC.shape}"
+        )
     if pixels_HWC.dtype == np.uint16 and header.bits > 8:
         pixels_HWC = (pixels_HWC >> (header.bits - 8)).astype(np.uint8)
     if pixels_HWC.dtype != np.uint8:
@@ -83,7 +85,7 @@ def decode_coded(data: bytes, header: Header) -> Image.Image:
 def _webp(data: bytes) -> Header:
     end = 8 + int.from_bytes(data[4:8], "little")
     if end > len(data):
-        raise Rejection("truncated", f"{len(data):,} bytes of {end:,}")
+        raise Rejection("truncated", f"only {len(data):,} of {end:,} bytes")
     size, at = None, 12
     metadata: dict[str, bytes] = {}
     while at + 8 <= end:
@@ -131,7 +133,7 @@ def _jxl_size(data: bytes) -> tuple[int, int]:
             stream = {b"jxlc": data[at + 8 :], b"jxlp": data[at + 12 :]}.get(name, b"")
             at += num_bytes or len(data)
     if len(stream) < 12:
-        raise Rejection("truncated", f"{len(data):,} bytes of a JPEG XL header")
+        raise Rejection("truncated", f"the file ends in its header, after {len(data):,} bytes")
     bits = int.from_bytes(stream[2:12], "little")
 
     def take(count: int) -> int:

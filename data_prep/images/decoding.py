@@ -170,7 +170,7 @@ def _decode_opened(data: bytes, image: Image.Image, *, max_pixels: int) -> Pictu
 
 
 def check_tiles(image: Image.Image) -> None:
-    """Reject an image if it would start another decoder of Pillow, or has tiles outside its area.
+    """Raise Rejection if the image needs another decoder of Pillow, or has tiles outside its area.
 
     Pillow checks the tiles, too, but its sums overflow before version 12.2.
     """
@@ -191,13 +191,12 @@ def check_tiles(image: Image.Image) -> None:
 def _check_size(width: int, height: int, *, max_pixels: int = MAX_PIXELS) -> None:
     if width * height > MAX_PIXELS:
         raise Rejection(
-            "too_many_pixels",
-            f"{width} x {height}; the limit is {MAX_PIXELS:,} pixels; make it smaller",
+            "too_many_pixels", f"{width} x {height} exceeds {MAX_PIXELS:,} pixels; make it smaller"
         )
     if width * height > max_pixels:
         raise Rejection(
             "too_many_pixels",
-            f"{width} x {height}; make it smaller, or raise max_pixels ({max_pixels})",
+            f"{width} x {height} exceeds max_pixels={max_pixels}; make it smaller, or raise this",
         )
 
 
@@ -217,10 +216,10 @@ def _without_text(data: bytes) -> bytes:
 
 def _open(data: bytes) -> Image.Image:
     if not data:
-        raise Rejection("empty", "zero bytes")
+        raise Rejection("empty", "the file has no bytes")
     is_jpeg = data[:2] == b"\xff\xd8"
     if is_jpeg and ends_in_header(data):
-        raise Rejection("truncated", f"{len(data):,} bytes of a JPEG's header")
+        raise Rejection("truncated", f"the file ends in its header, after {len(data):,} bytes")
     with rejecting("not_an_image"):
         if is_jpeg:  # never an MPO: its index of further images may be damaged
             return JpegImageFile(io.BytesIO(data))

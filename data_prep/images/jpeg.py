@@ -9,7 +9,7 @@ progressive CMYK (in parentheses: numbers of Pillow):
 - truncated: all (all)
 - harmless changes (4,800 images): none
 
-A JPEG that ends before its end marker is `truncated`, or `no_end_marker` if all pixels are there.
+A JPEG that ends before its end marker is `truncated`, or `no_end_marker` if no pixels are missing.
 Any other fault of the pixels is `damaged`, with the decoder's message. Examples are a bad Huffman
 code, an unsupported or misplaced marker in a scan, and stray bytes within or after entropy-coded
 data. Stray bytes between header segments, 0x00 or 0xFF before the end, variants of the Adobe and
@@ -119,7 +119,7 @@ def _image_of(
 ) -> Image.Image:
     if pixels_HWC.shape != (*size[::-1], len(mode)):
         raise Rejection(
-            "damaged", f"{frame.width} x {frame.height} in the header, {pixels_HWC.shape} decoded"
+            "damaged", f"the header says {frame[:2]}, the pixels are {pixels_HWC.shape}"
         )
     # files contain CMYK as Adobe writes it, inverted
     raw_mode = "CMYK;I" if mode == "CMYK" else mode
@@ -262,7 +262,6 @@ def _is_one_scan(data: bytes, num_channels: int) -> bool:
 
 
 def _is_padded(data: bytes, num_bytes: int) -> bool:
-    """Return True if the bytes before the end marker are padding."""
     end = next(
         (start for marker, start, _ in _segments(data) if marker == _END_OF_IMAGE), len(data)
     )

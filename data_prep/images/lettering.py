@@ -57,7 +57,6 @@ def _characters_of(family: str) -> frozenset[str]:
 
 @cache
 def _upright() -> list[str]:
-    """Return the font families with an upright style of normal weight."""
     from matplotlib.font_manager import findSystemFonts, fontManager
 
     known = {entry.fname for entry in fontManager.ttflist}

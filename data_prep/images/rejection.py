@@ -33,9 +33,7 @@ def naming(picture: str) -> Iterator[None]:
         yield
     except MemoryError:
         fix = "lower max_pixels or num_workers, or give the process more memory"
-        raise UserError(
-            picture, "memory ran out while it was decoded", fix, code="no-space"
-        ) from None
+        raise UserError(picture, "memory ran out during decoding", fix, code="no-space") from None
 
 
 @contextmanager

@@ -38,7 +38,9 @@ def check_out(path: Path) -> None:
         problem = f"{path} cannot be written ({error.strerror})"
         raise UserError("out", problem, "choose another file", code="unreadable") from None
     if not is_png:
-        raise UserError("out", f"{path} exists and is no PNG", "choose another file", code="exists")
+        raise UserError(
+            "out", f"{path} exists and is not a PNG", "choose another file", code="exists"
+        )
 
 
 def save_sheet(sheet: Image.Image, path: Path) -> None:

@@ -7,8 +7,8 @@ Steps, under the lock of OUT, after `claim` has marked OUT as a dataset of data_
    missing shards are found at once;
 3. if the manifest exists, check that shards of another version still have the same content;
 4. read every shard without a record of its version (samples.py). A remote shard is copied into an
-   unnamed temporary file in OUT/PARTS. This writes OUT/PARTS/NAME.npy, OUT/NAME.paths and then the
-   record;
+   unnamed temporary file in OUT/PARTS. Each shard gets OUT/PARTS/NAME.npy, OUT/NAME.paths and
+   then its record;
 5. number the classes: class names get their rank in sorted order. Write OUT/NAME.npy of every
    shard, rejected.jsonl, versions.json and manifest.json, then remove OUT/PARTS.
 
@@ -292,7 +292,7 @@ def publish(plan: IndexPlan, shards: list[StockShard], found: list[StockRecord])
         place, at = cut[0]
         _report(
             f"{len(cut):,} of {len(shards):,} shards have data after their end mark ({place} at "
-            f"byte {at:,}), as if joined by cat. These data were not read. Repack them as one tar"
+            f"byte {at:,}), as if joined by cat. The data were not read; write one tar"
         )
     return manifest
 
@@ -334,7 +334,7 @@ def _with_classes(
         raise UserError(
             "label",
             f"{plan.settings.label} has {len(words):,} different values",
-            "choose the field of the class",
+            "choose the field that contains the class",
             code="bad-value",
         )
     number_of = {word: number for number, word in enumerate(words)}

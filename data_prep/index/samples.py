@@ -146,7 +146,8 @@ def read_shard(path: Path, plan: IndexPlan, *, name: str) -> Contents:
     reasons = {each.reason for each in found.rejected}
     if not found.rows and plan.settings.max_reject_fraction < 1 and reasons == {"no_label"}:
         first = found.rejected[0]
-        raise UserError("label", f"{first.path}: {first.detail}", "set label", code="missing-value")
+        problem, _, fix = f"{first.path}: {first.detail}".partition("; set ")
+        raise UserError("label", problem, f"set {fix or 'another label'}", code="missing-value")
     found.raw_size = _raw_size(found.rows, sizes)
     return found
 
@@ -213,7 +214,7 @@ def _label(descriptor: int, sample: StockSample, plan: IndexPlan) -> int | str:
             "no_label", f"no member ends in .{wanted}; {_where_else(descriptor, sample)}"
         )
     if member.num_bytes > MAX_LABEL_BYTES:
-        raise Rejection("bad_label", f"{member.num_bytes:,} bytes")
+        raise Rejection("bad_label", f"it has {member.num_bytes:,} bytes")
     return label_of(_read(descriptor, member), plan.settings.label, classes=plan.numbers)
 
 
@@ -234,7 +235,7 @@ def _where_else(descriptor: int, sample: StockSample) -> str:
     if "txt" in small:
         return f"found .txt ({small['txt'][:40].decode(errors='replace').strip()}); set label=txt"
     suffixes = " ".join(f".{printable(suffix)}" for suffix, _ in sample.members)
-    return f"found {suffixes}; label=none reads images without labels"[:200]
+    return f"found {suffixes}; set label=none to read images without labels"[:200]
 
 
 def _look(data: bytes, plan: IndexPlan, found: Contents, *, decoded: bool) -> int | None:

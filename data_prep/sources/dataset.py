@@ -1,4 +1,4 @@
-"""Any dataset object with torchvision's interface: `len(d)`, and `d[i]` is (image, label).
+"""Any dataset object `d` with torchvision's interface: `len(d)`, and (image, label) as `d[i]`.
 
 The image is a PIL image, an array or a tensor, and is stored without loss. Arrays and tensors have
 uint8 or floats from 0 to 1, and channels first or last. `d.classes` names the classes. Listing
@@ -36,8 +36,8 @@ CHUNK: Final = 4096
 
 
 class DatasetSettings(Settings):
-    """Any dataset object with `len()` and `[i] -> (image, label)`, for example torchvision's. Its
-    code is imported and executed."""
+    """Any dataset object with `len()` and `[i] -> (image, label)`, for example torchvision's. The
+    object's code is imported and executed."""
 
     kind: Literal["dataset"]
     factory: str = Field(

@@ -181,7 +181,7 @@ def _class_names(columns: tuple[tuple[Path, str, str], ...]) -> tuple[str, ...]:
             raise _no_label(f"a label is {most:,}, too large for a class")
         return tuple(map(str, range(most + 1)))
     if not all(isinstance(value, str) for value in found):
-        raise _no_label("some files have integers as labels, others have words")
+        raise _no_label("labels are integers in some files and words in others")
     return sorted_names(found)
 
 

@@ -57,7 +57,7 @@ class ImageNet1kSettings(Settings):
     """File real.json with the reassessed labels of `val` ("Are we done with ImageNet?")."""
     md5: Literal["devkit", "all", "off"] = "devkit"
     """Archives that are checked against their published MD5. devkit: only the development kit. all:
-    every archive, which reads 144 GB twice."""
+    every archive, so that 144 GB are read twice. off: none."""
 
 
 class ImageNet1kSource(SynsetSource, of=ImageNet1kSettings):
@@ -120,7 +120,9 @@ class ImageNet1kSource(SynsetSource, of=ImageNet1kSettings):
         numbers = [_val_number(name) for name, _, _ in rows]
         wrong = [number for number in numbers if not 1 <= number <= len(self._val_labels)]
         if wrong:
-            problem = f"{wrong[0]} is not among the {len(self._val_labels)} labels of {DEVKIT}"
+            problem = (
+                f"image {wrong[0]} is not among the {len(self._val_labels)} labels of {DEVKIT}"
+            )
             fix = "use val and development kit of the same year"
             raise SourceError("source.path", problem, fix, code="mismatch")
         return Entries.of(rows, label=[self._val_labels[number - 1] for number in numbers])
@@ -202,9 +204,8 @@ def _refuse_difference(
 ) -> None:
     odd = sorted(set(found) ^ set(wanted))
     if odd:
-        problem = (
-            f"{place} has {len(found)} synsets, but {other} has {len(wanted)} ({odd[0]} differs)"
-        )
+        counts = f"{place} has {len(found)} synsets, but {other} has {len(wanted)}"
+        problem = f"{counts} (only one of them has {odd[0]})"
         raise SourceError("source.path", problem, "complete the archive", code="mismatch")
 
 

@@ -1,8 +1,8 @@
 """Archives whose files are lists of records, each an image and its label (CIFAR, MNIST, STL-10).
 
-The archive is a folder of files, or a .tar.gz that is unpacked once into the work directory; the
-build removes it at the end. MD5 sums are checked before a listing opens any file. Every process
-parses or maps the files once. The name of an input is its number in its file of records.
+The archive is a folder of files, or a .tar.gz. A .tar.gz is unpacked once into the work directory,
+which the build removes at the end. MD5 sums are checked before a listing opens any file. Every
+process parses or maps the files once. The name of an input is its number in its file of records.
 """
 
 import shutil

@@ -91,7 +91,9 @@ def find_synsets(root: Path, place: str, *, split: str) -> dict[str, Container]:
     alone = sorted(folders.keys() - packed.keys())
     if packed and alone:
         problem = f"{path} contains synset tars, but {alone[0]} only as a folder"
-        raise SourceError("source.path", problem, "keep one form of them", code="unknown-format")
+        raise SourceError(
+            "source.path", problem, "keep only the tars or only folders", code="unknown-format"
+        )
     return packed or folders
 
 
