@@ -256,7 +256,7 @@ def _walk(
                 if image.num_bytes != length or not _is_label(expected, label, sample, content):
                     yield f"{name}: the index does not point at this image"
                 if not least <= label < expected.num_classes:
-                    yield f"{name}: label {label}, but the classes are 0 to {expected.num_classes - 1}"
+                    yield f"{name}: label {label} is not one of {expected.num_classes} classes"
                 data = content[image.offset : image.offset + image.num_bytes]
                 yield from _image_faults(name, data, expected.size)
             elif not is_borrowed:  # only chosen samples of a borrowed tar have rows

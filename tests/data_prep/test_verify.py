@@ -130,7 +130,7 @@ def test_a_label_that_differs_between_shard_and_index_is_found_though_the_hashes
         ({"num_read": 1, "num_rejected": 1}, "rejected.jsonl: "),
         ({"image_size": 1}, "(16, 16) pixels, (17, 17) expected"),
         ({"splits.train.shards.1.name": "train-000000"}, "manifest: 2 shards "),
-        ({"classes": None}, "label 7, but the classes are 0 to 6"),
+        ({"classes": None}, "label 7 is not one of 7 classes"),
     ],
 )
 def test_a_manifest_that_says_otherwise_is_found(
