@@ -41,8 +41,9 @@ class Settings(BaseModel):
     of_verb: ClassVar[str] = ""
     """Command that reads this config."""
     example_with: ClassVar[Mapping[str, str | None]] = {}
-    """Setting or section -> further settings (words) that its example needs; {} is the prefix of
-    this section. None: the command does not support the setting, and `explain` omits it."""
+    """Setting or section -> words (other settings) that its example also needs. {} is replaced by
+    this section's prefix. None: the command does not support the setting, and `explain` omits
+    it."""
 
 
 S = TypeVar("S", bound=Settings)

@@ -84,7 +84,7 @@ class Unfinished(Settings):
 
 
 def begin(directory: Path, plan_hash: str, config: Mapping[str, Any]) -> None:
-    """Write begun.json. Raise UserError if the directory has files of another plan."""
+    """Write begun.json. Raise UserError if the directory has files that another plan wrote."""
     try:
         begun: Unfinished | None = read_record(directory, BEGUN, Unfinished)
     except (FileNotFoundError, ValueError):

@@ -120,8 +120,8 @@ def open_source_of(settings: BuildSettings) -> Source:
 
 
 def prepare(settings: BuildSettings, source: Source, pool: Pool) -> Workplan:
-    """Return the plan of this build, read from disk or made. The caller holds the directory's
-    lock."""
+    """Return the plan of this build: the plan on disk, or a new plan. The caller holds the
+    directory's lock."""
     directory = settings.directory
     exclusions = load_exclusions(settings.exclude)
     config = described(settings, source, exclusions)

@@ -54,7 +54,8 @@ class Header(NamedTuple):
 
 
 def decode_coded(data: bytes, header: Header) -> Image.Image:
-    """Decode the first frame without turning it. Raise Rejection, or the decoder's own error."""
+    """Decode the first frame without turning it. Raise Rejection or the decoder's error if it is
+    damaged."""
     import imagecodecs
 
     try:

@@ -57,8 +57,8 @@ def unknown_levels(image: Image.Image) -> Rejection:
 
 
 def _in_8_bits(color: int | tuple[int, ...], rawmode: str) -> int | tuple[int, ...]:
-    """Return a transparent color with 8 bits per channel, as in Pillow's pixels. A PNG gives it in
-    its own bit depth."""
+    """Return a transparent color with 8 bits per channel, as in Pillow's pixels. PNGs store the
+    color in the bit depth of the image."""
     if isinstance(color, tuple):
         return tuple(part >> 8 for part in color) if rawmode.endswith("16B") else color
     return color * {"L;2": 85, "L;4": 17}.get(rawmode, 1)

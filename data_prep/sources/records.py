@@ -2,7 +2,7 @@
 
 The archive is a folder of files, or a .tar.gz. A .tar.gz is unpacked once into the work directory,
 which the build removes at the end. MD5 sums are checked before a listing opens any file. Every
-process parses or maps the files once. The name of an input is its number in its file of records.
+process parses or memory-maps the files once. The name of an input is its number in its file.
 """
 
 import shutil

@@ -30,8 +30,8 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 class SynsetSource(Source):
-    """A source of synset containers below `root`: folders, tars, or tars in a tar. Only tars have
-    stamps."""
+    """A source of synset containers below `root`: folders, tars, or tars in a tar. Only tars have a
+    stamp."""
 
     def __init__(self, settings: Settings):
         super().__init__(settings)
