@@ -1,3 +1,4 @@
-"""Make datasets: image archives in; verified WebDataset shards, an index and one manifest out."""
+"""Make datasets: convert image archives to verified WebDataset shards with an index and a
+manifest."""
 
 __version__ = "0.2.0"

@@ -1,8 +1,8 @@
 """Datasets that `data_prep fetch` downloads: URLs, checksums and build settings.
 
-All addresses are untried, because no server could be reached. They are from torchvision 0.26,
-except TinyImageNet's. MD5 sums are from torchvision 0.26, too. The authors print the same sums for
-CIFAR-10 (web page) and Fashion-MNIST (README). TinyImageNet has no published sum.
+No URL has been tested, because no server could be reached. URLs and MD5 sums are from torchvision
+0.26, except TinyImageNet's URL. TinyImageNet has no published MD5. The authors of CIFAR-10 (web
+page) and Fashion-MNIST (README) print the same sums.
 """
 
 from collections.abc import Mapping
@@ -21,16 +21,17 @@ class Published:
     files: Mapping[str, str]
     """File name -> its published MD5, or ""."""
     sums_from: str
-    """Source of the MD5 sums."""
+    """Publisher of the MD5 sums."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of `data_prep build`, except `source.path` and `out`."""
     folder: str = ""
-    """Name of the folder for the files, if there are several."""
+    """Name of the folder for the downloaded files, if the dataset has several."""
     installed: Path | None = None
     """Folder in which a Debian package installs the same files."""
 
     def path(self, archives: Path = ARCHIVES) -> Path:
-        """Return the downloaded file or folder, or else the folder of the Debian package."""
+        """Return the path of the download or, if there is none, the folder of the Debian
+        package."""
         own = archives / (self.folder or next(iter(self.files), ""))
         if self.installed is not None and self.installed.is_dir() and not own.exists():
             return self.installed
@@ -96,5 +97,4 @@ CATALOG = {
 }
 """Downloadable datasets by name. The files of `digits` are part of scikit-learn."""
 BY_HAND = {"imagenet1k": "imagenet", "imagenet21k": "winter21_whole"}
-"""Datasets that you must download yourself because you must accept their terms, and their
-folders."""
+"""Datasets that you must download by hand, to accept their terms: name -> folder."""

@@ -1,5 +1,4 @@
-"""Web servers and buckets, one class per type: how to create the fsspec client, and what its errors
-mean to a user.
+"""Types of web servers and buckets: their fsspec clients, and the meaning of client errors.
 
 Storage options go only to a client of the host that they belong to. remote.py repeats requests, so
 the clients' own retries are turned off as far as possible.
@@ -27,8 +26,8 @@ _QUERY = re.compile(r"(\w+://[^\s?'\")]+)[?][^\s'\")]*|[?][^\s'\")]*=[^\s'\")]*"
 _PLACE = re.compile(r"\w+://[^\s'\"]+")
 _PLACE_IN_A_LIST = re.compile(r"[\w+.-]+://([^/]*@)?(\[[^]/]*\])?.*?(?=::|$)")
 _COMMAND = re.compile(r"pipe:", re.IGNORECASE)
-"""Marker of a command. It is searched anywhere in an address, because braces can assemble the
-word."""
+"""Marker of a command of webdataset. It is searched anywhere in an address, because brace expansion
+can produce it."""
 _RECORDED = re.compile(r"pipe:[\w./+-]+ \(sha256 [0-9a-f]{32}\)")
 _ASSIGNMENT, _PROGRAM = re.compile(r"\w+=[\w./:@%+,=-]*"), re.compile(r"[\w./+-]+")
 _EXPIRED = re.compile(
@@ -61,7 +60,7 @@ class Bucket:
     package: str
     extra: str
     credentials: str
-    """Sources of credentials that its client reads, in words for messages."""
+    """Sources of credentials that the client reads, as text for messages."""
     public: str
     """Storage option that reads public data without credentials."""
     payer: str = ""
@@ -70,7 +69,6 @@ class Bucket:
     """True if the part before @ in a URL (CONTAINER@ACCOUNT) names a container, not a user."""
 
     def host(self, parts: SplitResult) -> str:
-        """Return the host that receives the storage options."""
         return f"{parts.scheme}://"
 
     def options(self, _url: str, storage: Mapping[str, Any], _silence_s: float) -> dict[str, Any]:
@@ -239,7 +237,7 @@ def host_of(url: str) -> str:
 
 
 def options_for(url: str, storage: Mapping[str, Any], *, hosts: Collection[str]) -> dict[str, Any]:
-    """Return the storage options if they belong to the host of the URL, else none."""
+    """Return the storage options if the URL's host is in `hosts`, else {}."""
     return dict(storage) if host_of(url) in hosts else {}
 
 
@@ -280,7 +278,7 @@ def shown(url: str) -> str:
         return url
     has_user = "@" in parts.netloc and not (kind and kind.user_is_place and parts.password is None)
     if kind not in (None, _WEB) and "=" not in url and not has_user:
-        return url  # this ? belongs to a pattern
+        return url  # the ? is a wildcard
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
@@ -297,8 +295,8 @@ def _program(command: str) -> str:
 
 
 def recorded(url: str) -> str:
-    """Return the address (or several, joined by ::) as written to records. A command is recorded
-    only as its program and a hash."""
+    """Return the address (or several, joined by ::) for records. For a command, only the program
+    and a hash are recorded."""
     return "::".join(
         f"pipe:{_program(part)} (sha256 {hashlib.sha256(part.encode()).hexdigest()[:32]})"
         if is_command(part) and not is_record(part)
@@ -313,8 +311,8 @@ def is_record(command: str) -> bool:
 
 
 def without_secrets(url: str, *, remedy: str, field: str = "") -> str:
-    """Return the address (or several, joined by ::). Fail if it has a password, or a query that may
-    be a key. Commands are not checked, because `recorded` hides them."""
+    """Return `url` (an address, or several joined by ::). Raise UserError if it has a password, or
+    a query that may be a key. Commands are not checked, because `recorded` hides them."""
     addresses = "::".join(part for part in url.split("::") if not is_command(part))
     for found in _PLACE_IN_A_LIST.finditer(addresses):
         if secret := _secret_in(found[0]):
@@ -362,7 +360,7 @@ def refuse_hopeless(url: str, error: Exception) -> None:
         fix = "write it as hf://datasets/USER/NAME/FILE"
         raise UserError(place, "it is not an address of the hub", fix, code="bad-value") from None
     if names & _NOT_ON_THE_HUB:
-        problem = "the file does not exist, or you may not see it"
+        problem = "the file does not exist, or you have no access to it"
         fix = f"correct the address (hf://datasets/USER/NAME/FILE), or give {kind.credentials}"
     elif "NoSuchBucket" in facts or "ContainerNotFound" in facts:
         problem, fix = "the bucket does not exist", "correct the address, or create the bucket"
@@ -382,7 +380,10 @@ def _no_access(
     if kind.payer and re.search("requester.?pays", facts, re.IGNORECASE):
         return "the reader pays for access", f"accept the fee with the storage option {kind.payer}"
     if _SKEWED.search(facts):
-        return "the server reports that this machine's clock is wrong", "set it (timedatectl)"
+        return (
+            "the server reports that this machine's clock is wrong",
+            "set the clock (timedatectl)",
+        )
     if not (is_refused(error) or names & _NO_CREDENTIALS or "Forbidden: " in facts):
         return None
     if is_refused(error) and _EXPIRED.search(facts):
@@ -433,10 +434,10 @@ def _status(error: Exception) -> int | None:
 def _facts(error: Exception) -> str:
     """Return types, codes and messages of an error and its causes, without addresses, because
     addresses can contain any word."""
-    told = (
+    texts = (
         f"{type(each).__name__} {getattr(each, 'error_code', '')} {each}" for each in _chain(error)
     )
-    return _PLACE.sub("", " ".join(told))
+    return _PLACE.sub("", " ".join(texts))
 
 
 def _wrong_options(url: str, error: Exception) -> UserError:

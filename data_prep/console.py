@@ -3,16 +3,16 @@ exception.
 
 A full disk, a closed pipe (`| head`) or a killed `tee` must not end a training or other work.
 
-1. `install` replaces `sys.stdout` and `sys.stderr` by streams that drop text after an error of the
-   system. They try the next text again, because a disk may have space again. A closed descriptor
+1. `install` replaces `sys.stdout` and `sys.stderr` by streams that drop text if a write fails. The
+   streams try to write the next text, because a disk may have space again. A closed descriptor
    becomes /dev/null.
 2. Signal handlers, and threads that must not wait for a lock, call `write_error`.
-3. `lost_output` returns the error for which standard output lost text: then a command that a person
-   started has failed. A reader that closed the pipe is no error. Trainings and ranks have their
-   results in files, so their exit codes do not depend on output.
+3. `lost_output` returns the error that made standard output lose text. A command that a person
+   started fails after such an error. A reader that closed the pipe is no error. Trainings and ranks
+   have their results in files, so their exit codes do not depend on output.
 
-Imports only the standard library (Python 3.9 or newer), because cluster/job.py uses it on nodes
-without .venv.
+This module imports only the standard library (Python 3.9 or newer), because cluster/job.py uses it
+on nodes without .venv.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Download or copy the files of datasets in `catalog.py`; each is checked, and complete or absent.
+"""Download or copy the files of datasets in `catalog.py`. A file appears when it is complete.
 
 1. An existing file is checked and kept. A wrong file is an error, and is not deleted.
-2. A download grows in FILE.MARK.part. MARK is a hash of URL, size and version (ETag or date) of the
-   server, so bytes of two versions are never joined.
-3. If a part exists, only the rest is requested (Range, If-Range). If a server sends the complete
-   file instead, the part is written again.
+2. A download is written to FILE.MARK.part. MARK is a hash of URL, size and the server's version of
+   the file (ETag or date), so bytes of two versions are never joined.
+3. If FILE.MARK.part exists, only the rest is requested (Range, If-Range). If a server sends the
+   complete file instead, the part is written again.
 4. The complete part is checked, synced and renamed. After any interruption the same command
    resumes.
 """
@@ -44,7 +44,7 @@ _PASSING = {408, 425, 429}
 
 
 def files_by_hand(name: str) -> list[str]:
-    """Return an instruction for each file of a dataset of `BY_HAND`."""
+    """Return a line for each file of a dataset in `BY_HAND`: its name and MD5."""
     if name == "imagenet1k":
         sums = PUBLISHED_MD5 | {f"{DEVKIT}.tar.gz": DEVKIT_MD5}
         return [f"{file} (MD5 {md5}, from torchvision 0.26)" for file, md5 in sums.items()]
@@ -59,7 +59,7 @@ def fetch_dataset(
     if published.path(archives) == published.installed and mirror is None and copy_from is None:
         yield f"{published.installed}: installed by a package of Debian; nothing to download"
         return
-    without_secrets(mirror or "", remedy="Give a plain address", field="--mirror")
+    without_secrets(mirror or "", remedy="Give an address without secrets", field="--mirror")
     folder = archives / published.folder
     with sole_writer(folder, wait=True):
         for file, md5 in published.files.items():
@@ -75,7 +75,6 @@ class _File:
     path: Path
 
     def fetch(self, mirror: str | None, copy_from: Path | None) -> str:
-        """Download or copy the file to its path, and return a line about it."""
         how = "kept"
         if self.path.exists():
             found = self._check(self.path, self.path, fix="Remove it, then repeat the command")
@@ -84,9 +83,9 @@ class _File:
         else:
             how, found = "downloaded", self._download(mirror)
         if not self.md5:
-            return f"{self.path}: {how}; its MD5 is {found}, and none is published"
+            return f"{self.path}: {how}; its MD5 is {found}, and no MD5 is published"
         if self.md5 != found:
-            return f"{self.path}: {how}; published content in another compression"
+            return f"{self.path}: {how}; it has the published content in another compression"
         return f"{self.path}: {how}; its MD5 is the published one ({self.published.sums_from})"
 
     def _error(self, field: str, problem: str, *, code: Code) -> UserError:
@@ -99,7 +98,7 @@ class _File:
         return kind(field, problem, fix, code=code)
 
     def _check(self, path: Path, field: Path | str, *, fix: str = "") -> str:
-        """Return the MD5 of the file; fail if it differs from the published one."""
+        """Return the MD5 of the file. Raise UserError if the content is not the published one."""
         with doing(f"checking {self.name}"), open(path, "rb") as file:
             start = file.read(512).lstrip().lower()
             file.seek(0)
@@ -128,7 +127,7 @@ class _File:
     def _copy(self, place: Path) -> str:
         source = place / self.name if place.is_dir() or self.published.folder else place
         if not source.is_file():
-            raise self._error("--from", f"{source} is no file", code="missing-path")
+            raise self._error("--from", f"{source} is not a file", code="missing-path")
         found = self._check(source, source)
         with atomic_file(self.path) as target, open(source, "rb") as file:
             shutil.copyfileobj(file, target)
@@ -169,7 +168,7 @@ class _File:
             if not size or held < size:
                 self._receive(reply, part, held, size)
         if size and part.stat().st_size < size:
-            raise OSError(f"{part.stat().st_size:,} of {size:,} bytes came")
+            raise OSError(f"only {part.stat().st_size:,} of {size:,} bytes arrived")
         try:
             found = self._check(part, shown(url))
         except UserError as error:

@@ -43,18 +43,17 @@ CODES: tuple[str, ...] = get_args(Code)
 
 
 class UserError(ValueError):
-    """A mistake or fault that the user can fix. `str()` is the complete message, one line.
+    """A mistake or fault that the user can fix. `str()` is the complete message, one line per
+    error.
 
-    `others` are further errors of the same input, such as other fields of the same config; each
-    has a line of its own.
+    `others` are further errors of the same input, such as other fields of the same config.
     """
 
     is_final: ClassVar[bool] = False
-    """True if another attempt would fail in the same way, even after all checks have passed (exit
-    code 2)."""
+    """True if another attempt would fail in the same way. The exit code is then 2, even after all
+    checks have passed."""
     is_passing: ClassVar[bool] = False
-    """True if another attempt may succeed, even if the error comes before the start (exit code
-    1)."""
+    """True if another attempt may succeed. The exit code is then 1, even before the work starts."""
     of_all_ranks = False
     """True if every rank raises the error at the same step, so that one rank prints it for all."""
 

@@ -35,9 +35,9 @@ _WRONG_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirect
 
 def run_command(program: str, options: argparse.Namespace, *, rank: int = 0) -> int:
     """Run the chosen command of a program and return its exit code. An error that the user can fix
-    is printed in one line; a bug keeps its traceback. Before the start, all ranks have the same
-    error, so only the first rank prints it. After the start (`options.started`), each rank prints
-    its own error."""
+    is printed in one line; a bug keeps its traceback. Before the work starts, all ranks have the
+    same error, so only the first rank prints it. After the start (`options.started`), each rank
+    prints its own error."""
     try:
         return int(options.run(options))
     except (ValueError, OSError) as error:
@@ -69,7 +69,6 @@ def exit_code_of(error: ValueError | OSError, *, is_started: bool = False) -> in
 
 
 def message_of(error: Exception) -> str:
-    """Return the error as programs print it, with its code."""
     if isinstance(error, OSError) and not isinstance(error, UserError):
         error = error_of_system(error)
     return error.with_codes() if isinstance(error, UserError) else str(error)

@@ -1,10 +1,10 @@
 """Command lines of all programs, and `PROGRAM explain`: each option and setting of a command with
 its meaning, type, default and an example.
 
-`explain`, `--help`, completion, the settings page and the JSON schemas have one source. It is the
-command's parser, the settings in `set_defaults(schema="module:Class")`, and the docstrings under
-their fields. Docstrings are parsed on demand, so loading a config takes no longer. The examples of
-a command are its `epilog`, one per line.
+`explain`, `--help`, completion, the settings page and the JSON schemas have the same sources. These
+are the command's parser, its settings class (`set_defaults(schema="module:Class")`), and the
+docstrings below the fields. Docstrings are parsed on demand, so they do not delay loading a config.
+The examples of a command are its `epilog`, one per line.
 """
 
 import argparse
@@ -57,9 +57,9 @@ class Explained:
     words: tuple[str, ...] = ()
     """All possible values, if these are words."""
     kind: str = ""
-    """Value of `kind` in its section, if only some kinds have the key."""
+    """Value of the section's `kind`, if only some kinds have the key."""
     section: str = ""
-    """Description of its section."""
+    """Description of the key's section."""
 
     def is_meant_by(self, word: str) -> bool:
         """Return True if the word names this key or its section."""
@@ -96,7 +96,7 @@ class Parser(argparse.ArgumentParser):
         return super().add_argument(*names, **facts)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Accept `key.path=value` words after options, too. argparse does not."""
+        """Accept `key.path=value` words after options, too, unlike argparse."""
         words = list(sys.argv[1:] if args is None else args)
         self._check_command(next((word for word in words if not word.startswith("-")), None))
         try:
@@ -146,7 +146,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Verbs:
-    """The commands of a program. Its modules add them."""
+    """The commands of a program, added by its modules."""
 
     def __init__(self, parser: Parser):
         self._subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -181,7 +181,7 @@ def program(name: str, *, description: str, add_verbs: Callable[[Verbs], None]) 
     explain.add_argument(
         "key",
         nargs="?",
-        help="setting or its last word, section or option to explain (default: all of them)",
+        help="setting (or its last word), section or option to explain (default: all)",
     )
     explain.add_argument(
         "--json-schema",
@@ -265,8 +265,8 @@ def _names_default(action: argparse.Action) -> bool:
 
 
 def completions(verb: argparse.ArgumentParser, prefix: str, **_: object) -> list[str]:
-    """Return shell completions of a key=value: keys (complete, or their last words), and after =
-    the words that are valid values."""
+    """Return shell completions of key=value: keys (complete, or their last words) and, after =,
+    valid words."""
     known = [each for each in settings_of(verb) if ".N." not in each.key]
     found = [
         f"{key}={word}"
@@ -389,8 +389,8 @@ def docstrings(section: type[BaseModel]) -> dict[str, str]:
 
 @cache
 def _docstrings_in(module: str) -> dict[str, dict[str, str]]:
-    """Return {class: {field: text}}. Pydantic's `use_attribute_docstrings` costs every command 60
-    ms."""
+    """Return {class: {field: text}}. Pydantic's `use_attribute_docstrings` would delay all commands
+    by 60 ms."""
     found: dict[str, dict[str, str]] = {}
     classes = ast.parse(inspect.getsource(sys.modules[module])).body
     for node in [each for each in classes if isinstance(each, ast.ClassDef)]:

@@ -1,10 +1,11 @@
 """Ctrl-C in every command of every program. A program imports this module first.
 
-1. The first Ctrl-C prints what is kept, then raises KeyboardInterrupt in the main thread, so every
-   `finally` runs. During an import it is raised in the line after the import, because C++ code that
-   imports (torch) would abort. Training replaces the handler by its stop flag (preemption.py).
-2. The second Ctrl-C ends the process at once. Every file appears complete, so nothing is half
-   written.
+1. The first Ctrl-C prints which work is kept, then raises KeyboardInterrupt in the main thread, so
+   every `finally` runs. During an import it is raised in the line after the import, because C++
+   code that imports (torch) would abort. Training replaces the handler by its stop flag
+   (preemption.py).
+2. The second Ctrl-C ends the process at once. No file is half written, because files appear only
+   when they are complete.
 """
 
 import importlib
@@ -18,8 +19,8 @@ from data_prep import console
 
 INTERRUPTED = 130
 ANSWERED = "WIDE_MLPS_CTRL_C_ANSWERED"
-"""Environment variable for ranks whose launcher prints the message: `saves` if SIGINT waits until
-the rank can save, else `ends`."""
+"""Environment variable of launchers that print the message for their ranks. `saves`: SIGINT waits
+until the rank can save. `ends`: SIGINT ends the rank."""
 
 
 class _Answer:
@@ -27,7 +28,7 @@ class _Answer:
 
 
 def keep(kept: str) -> None:
-    """Set the message of Ctrl-C about kept results. "": this process prints no message."""
+    """Set the text about kept work that Ctrl-C prints. "": print no message."""
     _Answer.kept = kept
 
 
@@ -41,8 +42,8 @@ def answer_interrupt() -> None:
 
 
 def interruptible(program: str, module: str) -> Callable[..., int]:
-    """Import a module after installing the handler, and return its `main`. Call this once in a
-    process."""
+    """Return a function that installs the Ctrl-C handler, imports `module` and calls its `main`.
+    Call the function once in a process."""
 
     def main(arguments: list[str] | None = None) -> int:
         console.install()

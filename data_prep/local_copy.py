@@ -3,11 +3,11 @@ the shards from the server.
 
     CACHE/datasets/KEY/     KEY: hash of the URL and of the manifest
       manifest.json         written last; each shard's `file` is a URL
-      .host                 the dataset's server: no other receives storage options
+      .host                 the dataset's server: no other server gets storage options
       ...                   indices, paths, annotations and rejected.jsonl, unchanged
 
 When a process first opens a URL, every file of the copy is compared with its hash in the manifest.
-Another manifest at the URL has another KEY, so a copy never changes while it is read.
+A changed manifest has another KEY, so a copy never changes while it is read.
 """
 
 import hashlib
@@ -43,9 +43,9 @@ _OPENED: dict[tuple[str, str], Path] = {}
 def local_copy(
     dataset: Path | str, *, storage: Mapping[str, Any] | None, cache_dir: str | None = None
 ) -> Path:
-    """Return the local directory of a dataset, after copying it if it is remote. `storage` None:
-    the options with which this process opened the URL before, else none. `cache_dir` None: the
-    user's cache."""
+    """Return the local directory of a dataset, after copying it if it is remote. If `storage` is
+    None, the options of an earlier call for this URL are used. If `cache_dir` is None, the user's
+    cache is used."""
     url = str(dataset).rstrip("/")
     if url.startswith("file://"):
         return Path(url.removeprefix("file://"))
@@ -65,7 +65,7 @@ def local_copy(
 
 def own_host(directory: Path) -> str:
     """Return the host that receives a dataset's storage options. For a copy, this is the host of
-    its URL, whatever hosts the manifest names. For a local dataset, this is the only host of its
+    its URL, even if the manifest names others. For a local dataset, this is the only host of its
     remote shards."""
     if (directory / HOST_NAME).is_file():
         return (directory / HOST_NAME).read_text()
@@ -131,7 +131,7 @@ def _fill(url: str, directory: Path, files: dict[str, str], storage: Storage) ->
             if hashlib.sha256(data).hexdigest() != files[name]:
                 raise ContentError(f"{name} does not match the manifest")
 
-        # a file that a crash has cut has another hash
+        # if a crash cuts the file, the next call finds a wrong hash
         (directory / name).write_bytes(read_bytes(join(url, name), storage=storage, check=check))
 
     title = f"copying the index of {shown(url)}"
@@ -157,7 +157,8 @@ def _with_addresses(url: str, manifest: Manifest) -> Manifest:
 
 
 def _address(url: str, file: str) -> str:
-    """Return the URL of a shard. It must be within the dataset's bucket or host."""
+    """Return the URL of a shard, within the dataset's bucket or host. Raise DatasetError if `file`
+    is an absolute path."""
     if "://" in file:
         return file
     if posixpath.isabs(file):

@@ -15,9 +15,9 @@ All text is UTF-8; for other names see `printable` in settings.py.
 
 Invariants: num_read = num_written + num_rejected. The manifest has its own hash, and the sha256 of
 every other file except versions.json (only `index` reads it) and the `wids` indices. Readers check
-each file except the tars when they open it. `content_hash` identifies the samples, whatever their
-files are called; it is the key of orders, caches and results. `pixels_hash` is the key of results
-that also depend on the readers' resizing.
+each file except the tars when they open it. `content_hash` identifies the samples, independent of
+file names; it is the key of orders, caches and results. `pixels_hash` is the key of results that
+also depend on resizing by readers.
 """
 
 import hashlib
@@ -162,7 +162,8 @@ class Manifest(Settings):
     image_size: int
     crop: CropPolicy = "center"
     interpolation: Filter = "bicubic"
-    """Filter for resizing to `image_size` (if encoding is keep: when images are read)."""
+    """Filter for resizing to `image_size`. If encoding is keep, images are resized when they are
+    read."""
     classes: tuple[str, ...]
     splits: dict[Word, Split]
     channel_mean: tuple[float, float, float]
@@ -234,14 +235,14 @@ class Manifest(Settings):
         if name not in self.splits:
             fix = nearest(name, list(self.splits))
             if name == "val" and "val_fraction" in self.source:
-                fix = f"{fix}, or build it elsewhere with source.val_fraction=0.1"
+                fix = f"{fix}, or build another dataset with source.val_fraction=0.1"
             problem = f"it has no split {name!r}"
             raise DatasetError(str(directory), problem, fix, code="unknown-name")
         return self.splits[name]
 
 
 def load_manifest(directory: Path | str) -> Manifest:
-    """Return the manifest of a finished dataset."""
+    """Return the manifest of a finished dataset. Raise DatasetError if it is missing or damaged."""
     path = Path(directory) / MANIFEST_NAME
     try:
         data = path.read_bytes()

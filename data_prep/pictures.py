@@ -29,7 +29,7 @@ class Picture(NamedTuple):
     path: str
     offset: int = 0
     num_bytes: int | None = None
-    """Number of bytes in the tar; None: a complete file."""
+    """Number of bytes of a member of a tar; None for a complete file."""
 
     def read(self) -> bytes:
         """Return the image file's bytes; raise Rejection if it is too large or unreadable."""

@@ -5,8 +5,8 @@ file.
     demo-mlp  step 1,200/9,000  loss 3.214  top-1 41.2 %  12,345 images/s  MFU 54 %  eta 1 h 12 min
 
 A log file gets a line every ten seconds at first, and every minute after ten minutes. Work that
-ends within a second leaves no line. Progress within progress (the evaluation during a training) is
-a second bar, and is not logged.
+ends within a second leaves no line. Nested progress (an evaluation during a training) is a second
+bar, and is not logged.
 """
 
 import sys
@@ -29,12 +29,11 @@ SILENT_S = 1.5
 DRAWN_AFTER_S = 0.5
 
 _open_lines: list["ProgressLine"] = []
-"""Open lines, the outermost first."""
 
 
 class ProgressLine:
-    """A progress line. `advance` counts finished work. `note` is free text (file name; loss and
-    speed). If the unit is "step", the note contains the speed."""
+    """A progress line. `note` is free text, such as a file name or a loss. If the unit is "step",
+    the note must contain the speed."""
 
     def __init__(self, title: str, *, total: int, unit: str, start: int = 0, enabled: bool = True):
         self.title, self.total, self.unit, self.done, self.note = title, total, unit, start, ""
@@ -140,7 +139,7 @@ def progress(
 
 @contextmanager
 def doing(what: str, *, enabled: bool = True) -> Iterator[None]:
-    """Print the running work if it takes longer than SILENT_S."""
+    """Print `what` if the block takes longer than SILENT_S."""
     silence = threading.Timer(SILENT_S, print, [what], {"file": sys.stderr, "flush": True})
     silence.daemon = True
     if enabled:

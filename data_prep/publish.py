@@ -3,12 +3,12 @@
 The protocol:
 
 1. write under a temporary name in the same parent (so that the rename cannot cross file systems);
-2. fsync what was written;
+2. fsync the temporary file;
 3. rename over the final name;
 4. fsync the parent, so that the rename itself survives a power cut.
 
 A crash before 3 leaves only a temporary name, which `remove_leftovers` removes. Each writer has its
-own temporary name. If several writers write one path, the last one to end is published.
+own temporary name. If several writers write one path, the last writer to end wins.
 """
 
 import errno
@@ -73,8 +73,8 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     exception."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replaced = _temporary_of(path, REPLACED)
-    if replaced.exists() and not path.exists():  # a crash between the two renames below
-        with suppress(OSError):  # or a writer that is at work
+    if replaced.exists() and not path.exists():  # a crash or writer is between the renames below
+        with suppress(OSError):
             os.rename(replaced, path)
     with _cleaned_up(path) as temporary:
         temporary.mkdir()
@@ -122,7 +122,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def canonical_json(value: Any) -> bytes:
-    """Return the only text of a JSON value, for hashing."""
+    """Return the canonical text of a JSON value, for hashing."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -151,7 +151,8 @@ def remove_leftovers(*places: Path) -> None:
 
 
 def sha256_of(path: Path, *, after_each_piece: Callable[[], None] | None = None) -> str:
-    """Return the sha256 of a file. `after_each_piece` reports progress to a watchdog."""
+    """Return the sha256 of a file. `after_each_piece`: called after each block, to report progress
+    to a watchdog."""
     with open(path, "rb", buffering=0) as file:
         if after_each_piece is None:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -221,7 +222,6 @@ def sole_writer(directory: Path, *, wait: bool = False, notice: str = "") -> Ite
 
 
 def _hold(file: IO[str], place: Path, *, wait: bool, notice: str = "") -> None:
-    """Lock the file, and record the holder in it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -232,7 +232,7 @@ def _hold(file: IO[str], place: Path, *, wait: bool, notice: str = "") -> None:
             raise Busy(str(place), problem, fix, code="busy") from None
         whom = _holder_in(file) or "another process"
         print(
-            notice or f"{place}: waiting for {whom}, which holds it; if that hangs, end it",
+            notice or f"{place}: waiting for {whom}, which holds the lock. If it hangs, end it",
             file=sys.stderr,
             flush=True,
         )
@@ -262,7 +262,7 @@ def is_held(directory: Path) -> tuple[bool, Holder | None]:
 
 
 def _no_locks(directory: Path, error: OSError) -> UserError:
-    problem = f"its file system has no locks ({error.strerror})"
+    problem = f"its file system does not support locks ({error.strerror})"
     fix = "use another file system, or mount this one with flock"
     return UserError(str(directory), problem, fix, code="unsupported")
 

@@ -63,7 +63,9 @@ def push(directory: Path, url: str, *, storage: Mapping[str, Any]) -> Manifest:
 
     for name in sorted(hashes):
         if not (directory / name).is_file():
-            raise DatasetError(str(directory / name), "missing", fix_damage, code="missing-path")
+            raise DatasetError(
+                str(directory / name), "the file is missing", fix_damage, code="missing-path"
+            )
     with (
         ThreadPoolExecutor(NUM_UPLOADS) as pool,
         progress("uploading", total=len(hashes), unit="files") as line,

@@ -1,8 +1,8 @@
-"""Read and write files on web servers and in buckets; clients.py has their types.
+"""Read and write files on web servers and in buckets, by the clients of clients.py.
 
-1. A copy is complete (if the server gives a size) or does not exist.
-2. Temporary faults are tried again after growing pauses. Other faults are reported at once;
-   credentials that may have expired are read again first.
+1. A copy is complete or does not exist, if the server gives the size.
+2. Requests are repeated after temporary faults, with growing pauses. Credentials that may have
+   expired are read again. Other faults are reported at once.
 3. An uploaded object appears complete. It is compared with the bucket's checksum, or read back.
 4. Storage options and the queries of URLs may be secrets: no message shows them.
 """
@@ -36,7 +36,7 @@ NUM_ATTEMPTS, FIRST_PAUSE_S, LONGEST_PAUSE_S = 4, 0.5, 30.0
 ANSWER_TIMEOUT_S = 10
 """Longest time without a reply, in seconds, for requests other than reading shards."""
 SLOW_S = 5.0
-"""A first failure is reported if the request took longer than this."""
+"""Duration in seconds above which even the first failure of a request is reported."""
 RANGE_BYTES, SLOWEST_BYTES_PER_S = 8 << 20, 64 << 10
 """Objects are read in ranges of RANGE_BYTES. A server that is slower than SLOWEST_BYTES_PER_S
 counts as silent."""
@@ -52,7 +52,7 @@ MARKS = (
     "mtime",
     "updated",
 )
-"""Clients' names for the version of a file, best first."""
+"""Fields in which clients report the version of a file, best first."""
 _PART_BYTES, _MAX_PARTS = 16 << 20, 10_000
 _CHANCE = random.SystemRandom()
 """Random numbers for pauses, independent of seeded generators."""
@@ -97,8 +97,8 @@ def tried(
     stop: threading.Event | None = None,
     report: Callable[[str], None] | None = None,
 ) -> T:
-    """Return the result of `action`, which is repeated after growing, random pauses if it fails.
-    `report` receives the failures, except a quick first one."""
+    """Return the result of `action`. After a temporary fault, repeat it after growing, random
+    pauses. `report` receives the failures, except a quick first failure."""
     for attempt in range(1, num_attempts + 1):
         began_s = time.monotonic()
         try:
@@ -162,7 +162,6 @@ def _info(url: str, storage: Storage) -> dict[str, Any]:
 
 
 def listing(pattern: str, *, storage: Storage) -> list[str]:
-    """Return the URLs in a bucket that match a pattern."""
     found = tried(pattern, lambda: client(pattern, storage).glob(pattern), num_attempts=1)
     parts = urlsplit(pattern)
     return [f"{parts.scheme}://{parts.netloc}/{name.partition('/')[2]}" for name in found]
@@ -183,7 +182,7 @@ def nameless_copy(
 def copy_to(
     url: str, path: Path, *, storage: Storage, room: Path, num_attempts: int = NUM_ATTEMPTS
 ) -> Version:
-    """Download `url` to `path`. `room`: name of the location in messages about a full disk."""
+    """Download `url` to `path`. `room`: directory to name in messages about a full disk."""
 
     def copy() -> Version:
         found = _version(url, storage)
@@ -307,7 +306,6 @@ def names_under(url: str, *, storage: Storage) -> list[str]:
 
 
 def remove(urls: Sequence[str], *, storage: Storage) -> None:
-    """Remove objects. Missing objects are ignored."""
     for url in urls:
         with contextlib.suppress(MissingError):
             tried(url, lambda url=url: client(url, storage).rm_file(url))  # type: ignore[misc]
@@ -341,7 +339,7 @@ def upload(path: Path, url: str, *, storage: Storage, stop: threading.Event | No
         else:
             system.put_file(str(path), url)
         is_same = checksums.match(_info(url, storage))
-        if is_same is None:  # such as s3 with its own keys
+        if is_same is None:  # for example, s3 with encryption
             is_same = _read_back(url, checksums, storage, stop)
         if not is_same:
             with contextlib.suppress(Exception):  # the error below says more
@@ -383,11 +381,11 @@ class _Checksums(NamedTuple):
         """Return True if the checksums agree with the bucket's; None if the bucket has none."""
         if found.get("size") != self.num_bytes:
             return False
-        told = {str(found.get("ETag", "")).strip('"'), (found.get("lfs") or {}).get("sha256", "")}
+        sums = {str(found.get("ETag", "")).strip('"'), (found.get("lfs") or {}).get("sha256", "")}
         settings = found.get("content_settings") or {}
         for value in (found.get("md5Hash"), settings.get("content_md5")):
-            told.add((b64decode(value) if isinstance(value, str) else bytes(value or b"")).hex())
-        return True if told & {self.md5, self.parts_md5, self.sha256} else None
+            sums.add((b64decode(value) if isinstance(value, str) else bytes(value or b"")).hex())
+        return True if sums & {self.md5, self.parts_md5, self.sha256} else None
 
 
 def _read_back(

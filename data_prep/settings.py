@@ -2,10 +2,11 @@
 one `SettingsError`.
 
 Every command line of the project reads its configuration through `load_settings`. The error names
-each wrong field, its value and the fix (with the nearest valid name). A bad config must cost well
-under a second, so this module imports nothing heavy.
+each wrong field, its value and the fix (with the nearest valid name). A bad config must fail well
+within a second, so this module has no slow imports.
 
-Long because reading, overriding and explaining a config share the traversal of its sections.
+This file is long because reading, overriding and explaining a config share the traversal of its
+sections.
 
 YAML is read as YAML 1.2 in the cases in which PyYAML's 1.1 surprises: `1e-3` and `010` are decimal
 numbers, `off` and `1:30` are words.
@@ -40,8 +41,9 @@ class Settings(BaseModel):
     of_verb: ClassVar[str] = ""
     """Command that reads this config."""
     example_with: ClassVar[Mapping[str, str | None]] = {}
-    """Setting or section -> further settings (words) that its example needs; {} is the prefix of
-    this section. None: the command does not support the setting, and `explain` omits it."""
+    """Setting or section -> words (other settings) that its example also needs. {} is replaced by
+    this section's prefix. None: the command does not support the setting, and `explain` omits
+    it."""
 
 
 S = TypeVar("S", bound=Settings)
@@ -106,7 +108,6 @@ def validate(schema: type[S], tree: dict[str, Any]) -> S:
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -120,7 +121,7 @@ def read_lines(field: str, file: str, *, spelled: bool = False) -> list[str]:
     try:
         data = Path(file).read_bytes()
         errors = "backslashreplace" if spelled and b"\0" not in data else "strict"
-        lines = data.decode("utf-8-sig", errors).splitlines()  # Windows begins text with a mark
+        lines = data.decode("utf-8-sig", errors).splitlines()  # without Windows's mark
     except OSError as error:
         code: Code = "missing-path" if isinstance(error, FileNotFoundError) else "unreadable"
         problem, fix = f"{file} cannot be read ({error.strerror})", "choose a readable text file"
@@ -310,9 +311,9 @@ _LIKE_AN_ESCAPE = re.compile(r"\\(?=x[0-9a-f]{2})")
 
 
 def printable(name: str) -> str:
-    """Return the only spelling of a name in records, lists and class names, which are UTF-8. Any
-    other byte becomes \\xe9. A backslash that looks like such an escape becomes \\x5c. So different
-    names have different spellings, and each can be recovered."""
+    """Return the name as valid UTF-8, for records, lists and class names. Any other byte becomes an
+    escape such as \\xe9, and a backslash that looks like an escape becomes \\x5c. Different names
+    therefore stay different, and each can be recovered."""
     return readable(_LIKE_AN_ESCAPE.sub(r"\\x5c", name))
 
 
@@ -339,12 +340,11 @@ _FIXES = {
 
 
 def _explain(schema: type[BaseModel], problems: Sequence[Any]) -> SettingsError:
-    """Return one SettingsError for all problems that pydantic found."""
     inside = {each["loc"][:-1] for each in problems}
     first, *others = {
         str(error): error
         for problem in problems
-        # a list with a wrong entry is not too short as well
+        # pydantic also calls a list with a wrong entry too short
         if problem["type"] != "too_short" or problem["loc"] not in inside
         for error in _errors_of(schema, problem)
     }.values()
@@ -376,7 +376,7 @@ def _errors_of(schema: type[BaseModel], problem: Any) -> Iterator[UserError]:
             for name, each in model.model_fields.items()
             if each.is_required()
         ]
-        field = ".".join([field, *required[:1]])  # of a missing section
+        field = ".".join([field, *required[:1]])  # the first of a missing section
         fix = f"set it in the config or as {field}=VALUE"
         yield SettingsError(field, "missing", fix, code="missing-value")
     elif kind == "union_tag_invalid":
@@ -418,7 +418,6 @@ def _of_validator(error: ValueError, prefix: str) -> Iterator[UserError]:
 
 
 def _words_in(annotation: Any) -> list[object]:
-    """Return all words in the Literals of an annotation."""
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     return [word for inner in get_args(annotation) for word in _words_in(inner)]
@@ -458,7 +457,7 @@ def _locate(
     schema: type[BaseModel], location: tuple[Any, ...]
 ) -> tuple[list[str], list[type[BaseModel]]]:
     """Return the keys on the way to `location`, as the user wrote them (without pydantic's tags for
-    unions), and the valid sections at its end."""
+    unions), and the section classes at its end."""
     keys: list[str] = []
     models: list[type[BaseModel]] = [schema]
     for part in location:

@@ -1,8 +1,8 @@
 """Worker processes of every command: a pool on forkserver that is replaced once if a worker dies.
 
-A single worker is this thread, so a small build starts no process. Workers end with the process
-that started them. Otherwise the workers of a killed build would write into the files of the next
-build.
+A single worker runs in the calling thread, so a small build starts no process. Workers end with the
+process that started them. Otherwise the workers of a killed build would write into the files of the
+next build.
 """
 
 import os
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 _CONTEXT = get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["data_prep.build.build"])
-"""This module is imported once, in the process that forks the workers."""
+"""The module of the build is imported once, in the process that forks the workers."""
 
 
 class Pool:
@@ -95,8 +95,8 @@ class Pool:
 
 
 def start_server() -> None:
-    """Start the process that forks the workers, unless it runs. It imports their modules while this
-    process continues, and ends with this process."""
+    """Start the process that forks the workers, unless it runs. The new process imports the
+    workers' modules while this process continues, and ends with this process."""
     # Ctrl-C reaches that process, too; during its imports it would print a traceback. The tracker
     # is started first, because its start unblocks signals.
     resource_tracker.ensure_running()
@@ -106,7 +106,7 @@ def start_server() -> None:
     except OSError as error:
         if str(error) != "AF_UNIX path too long":
             raise
-        problem = f"the folder of temporary files has a long name ({os.environ.get('TMPDIR')})"
+        problem = f"the folder of temporary files has too long a name ({os.environ.get('TMPDIR')})"
         fix = "set TMPDIR to a shorter path, such as /tmp"
         raise UserError("TMPDIR", problem, fix, code="unsupported") from None
     finally:

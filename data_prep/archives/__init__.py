@@ -1,2 +1,2 @@
-"""Code that several archive layouts share: folders, compressed tars, label tables, the
-inventory."""
+"""Code that several archive layouts share: file listings, compressed tars, label tables, and the
+inventory of inputs."""

@@ -1,9 +1,9 @@
 """Image files below a folder: list them with size and modification time, and read them if they are
 unchanged.
 
-Pipes and broken links are listed, too, and rejected when they are read. Next to class or split
-folders they are an error. Hidden files are ignored. A link to a folder is followed, unless the
-folder contains the link.
+Pipes and broken links are listed, too, and rejected when they are read. A pipe or broken link next
+to class or split folders is an error. Hidden files are ignored. A link to a folder is followed,
+unless the folder contains the link.
 """
 
 import os
@@ -20,38 +20,39 @@ from data_prep.manifest import PICTURES
 Row = tuple[str, int, int]
 """Relative path, modification time in ns, and size in bytes (for `Entries.of`)."""
 NOWHERE, NOT_PLAIN, NO_IMAGE = -1, -2, -3
-"""Stored instead of a size for broken links, for pipes and devices, and for files that are not
+"""Values that replace the size of broken links, of pipes and devices, and of files that are not
 images."""
 _WHY = {NOWHERE: "a link to nowhere", NOT_PLAIN: "a pipe or a device"}
 _UPWARD = "a link to a folder that contains it"
 ENDINGS = (*PICTURES, ".heic", ".heif", ".jp2")
-"""File name endings of images. They include unsupported formats, so that these files are rejected
-with a reason instead of skipped."""
+"""File name endings of images. Unsupported formats are included, so that such files are rejected
+with a reason, not skipped."""
 _FIRST_BYTES = re.compile(
     rb"\xff\xd8\xff|\x89PNG|GIF8|BM....\0\0\0\0|II\*\0|MM\0\*|RIFF....WEBP|P[1-6]\s+[0-9#]|....ftyp(?:avi[fs]|hei[cfx]|mif1)|"
     rb"\0\0\0\x0c(?:JXL|jP)|\xff\x0a",
     re.DOTALL,
 )
-"""Magic bytes of image formats, for files without such an ending."""
+"""Magic bytes of image formats, to recognize images whose names have no ending of `ENDINGS`."""
 
 
 def walk_files(root: Path) -> Iterator[Row]:
-    """Yield every file, sorted within each folder."""
+    """Yield every file below `root`, sorted within each folder."""
     yield from _walk(str(root), "", _above(root))
 
 
 def walk_images(root: Path) -> Iterator[Row]:
-    """Yield every file. A file without the ending or magic bytes of an image gets the size
-    NO_IMAGE."""
+    """Yield every file below `root`. A file without the ending or magic bytes of an image gets the
+    size NO_IMAGE."""
     for row in walk_files(root):
         name, _, num_bytes = row
-        # the ending first: a Path for each file would double the time
+        # checks the ending first: a Path for each file would double the time
         is_input = num_bytes < 0 or name.lower().endswith(ENDINGS) or is_image(root / name)
         yield row if is_input else (name, 0, NO_IMAGE)
 
 
 def read_file(root: Path, entry: Entry) -> bytes:
-    """Return the content of a listed file, whose container is a folder below `root`."""
+    """Return the content of a listed file. Raise Rejection for a link or pipe, and SourceError if
+    the file has changed."""
     if entry.num_bytes in _WHY:
         raise Rejection("not_a_file", _WHY[entry.num_bytes])
     # unbuffered and without a Path: half the time of read_bytes() on small files
@@ -77,7 +78,7 @@ def changed_in_folder(
 
 
 def only_folders(place: Path, *, of: str, fix: str = "move them into folders") -> list[str]:
-    """Return the folders in `place`; raise SourceError if image files are next to them."""
+    """Return the folders in `place`. Raise SourceError if `place` also contains image files."""
     folders, files = folders_and_files(place)
     refuse_loose_images(place, files, of=of, fix=fix)
     return folders
@@ -90,16 +91,17 @@ def refuse_loose_images(
     if loose:
         raise SourceError(
             "source.path",
-            f"{len(loose):,} images are in {place} itself, in no {of} ({', '.join(loose[:3])})",
+            f"{len(loose):,} images are in {place}, not in a {of} folder ({', '.join(loose[:3])})",
             fix,
             code="unknown-format",
         )
 
 
 def folders_and_files(place: Path) -> tuple[list[str], list[str]]:
-    """Return the folders and the files in `place`. Any other entry (a broken link, for example) is
-    an error, because it may be a class or a split. A link to a containing folder is an error, too:
-    through `all -> .` a class once contained every image again (issue 17)."""
+    """Return the names of the folders and of the files in `place`. Raise SourceError for any other
+    entry, such as a broken link, because it may be a class or a split. A link to a containing
+    folder is an error, too: a link `all -> .` once made a class that repeated every image (issue
+    17)."""
     above = _above(place)
     kinds = {entry.name: kind_of(entry, above) for entry in _visible(place)}
     odd = [f"{name}: {kind}" for name, kind in kinds.items() if kind not in ("folder", "file")]
@@ -117,8 +119,8 @@ def folders_and_files(place: Path) -> tuple[list[str], list[str]]:
 def kind_of(
     path: "Path | os.DirEntry[str]", above: frozenset[tuple[int, int]] = frozenset()
 ) -> str:
-    """Return "folder", "file", or a description of the problem. `above` has the containing
-    folders."""
+    """Return "folder", "file", or a description of any other entry. `above`: identities (device,
+    inode) of the containing folders."""
     status = _status(path)
     if status is None:
         return _WHY[NOWHERE]
@@ -163,7 +165,8 @@ def _visible(folder: str | Path) -> "list[os.DirEntry[str]]":
 
 
 def _status(path: "Path | os.DirEntry[str]") -> os.stat_result | None:
-    """Return os.stat, which follows links; None for broken, circular or forbidden links."""
+    """Return os.stat of a path (links are followed), or None for a broken, circular or forbidden
+    link."""
     try:
         return path.stat()
     except OSError as error:
@@ -173,7 +176,7 @@ def _status(path: "Path | os.DirEntry[str]") -> os.stat_result | None:
 
 
 def _changed_ns(status: os.stat_result) -> int:
-    """Return the modification time in ns, at most in the year 2262: later times exceed 64 bits."""
+    """Return the modification time in ns, limited to 64 bits (the year 2262)."""
     return min(status.st_mtime_ns, (1 << 63) - 1)
 
 

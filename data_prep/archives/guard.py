@@ -1,4 +1,5 @@
-"""Checks of all archive readers: a file exists, is intact, has its published hash, is unchanged.
+"""Checks that all archive readers use: a file exists, is intact, has its published hash, is
+unchanged.
 
 Parsers raise many kinds of exceptions on damaged files. These checks turn each into a
 `SourceError`, so no archive ends in a traceback.
@@ -77,7 +78,6 @@ def changed_since(paths: Sequence[Path], stamp: str) -> list[str]:
 
 
 def check_unchanged(place: str, stamp: str, paths: Sequence[Path]) -> None:
-    """Raise SourceError if the files have changed since they were listed."""
     if stamp_of(paths) != stamp:
         raise changed(place)
 
@@ -86,14 +86,15 @@ def changed(place: str) -> SourceError:
     return SourceError(
         "source",
         f"{place} has changed since it was listed",
-        "keep the source unchanged (copies need cp -p or rsync -a), then build again; array tasks"
-        " need data_prep build CONFIG --plan first",
+        "keep the source unchanged (copy it with cp -p or rsync -a), then build again. For array "
+        "tasks, first run data_prep build CONFIG --plan",
         code="changed",
     )
 
 
 def check_md5(path: Path, published: str | Mapping[str, str]) -> None:
-    """Raise SourceError unless the MD5 of the file is the published one (or one of several)."""
+    """Raise SourceError unless the file's MD5 is a published one. `published`: an MD5, or {file
+    name: MD5}."""
     with report_damage(path), open(path, "rb") as file:
         found = hashlib.file_digest(file, partial(hashlib.md5, usedforsecurity=False)).hexdigest()
     sums = {path.name: published} if isinstance(published, str) else published
@@ -105,6 +106,6 @@ def check_md5(path: Path, published: str | Mapping[str, str]) -> None:
 def wrong_sum(place: str, found: str, expected: str) -> SourceError:
     return damaged(
         place,
-        f"has the MD5 {found}; {expected} is published",
+        f"has the MD5 {found}, but {expected} is published",
         "download it again, or set source.md5=off if it is another version",
     )

@@ -1,8 +1,8 @@
 """Read or unpack single files of a .tar.gz, selected by file name without folders.
 
 `read_members` reads files of a small archive into memory. `unpack_members` writes files of a large
-archive into a folder. Both check the checksum at the end of the stream and stop decompressing at
-their limit.
+archive into a folder. Both verify the checksum at the end of the stream, and fail if the content is
+larger than a limit.
 """
 
 import gzip
@@ -25,7 +25,8 @@ def read_members(path: Path, wanted: Container[str]) -> dict[str, bytes]:
 
 
 def unpack_members(path: Path, wanted: Container[str], folder: Path, *, max_bytes: int) -> None:
-    """Write the wanted files into `folder`, which appears atomically."""
+    """Write the wanted files into `folder`. The folder appears only when all of its files are
+    complete."""
     with atomic_directory(folder) as temporary:
         for name, pieces in _members(path, wanted, max_bytes=max_bytes):
             with open(temporary / name, "wb") as file:

@@ -1,12 +1,12 @@
-"""The inputs of a source in one sorted order, as columns on disk.
+"""The list of a source's inputs in one sorted order, as columns on disk.
 
     PARTS/inventory/containers.json   classes, containers, hash of the listing, stamp of the files
     PARTS/inventory/*.bin             container and label (int32), offset, size and name_end (int64)
                                       of each input; the names
 
-Columns are memory-mapped: 14 million images cost 28 bytes each and their names, on disk, and all
-workers and tasks read one copy. Invariants: containers are sorted, and so are the entries of each
-by name, so a row number names the same input on every machine. `containers.json` is written last.
+Columns are memory-mapped, so all workers and tasks read one copy. On disk, an input takes 28
+bytes plus its name. Invariants: containers are sorted, and the entries of a container are sorted by
+name. A row number is therefore the same input on every machine. `containers.json` is written last.
 """
 
 import hashlib
@@ -36,16 +36,17 @@ _COLUMNS = {
 
 
 class Container(NamedTuple):
-    """A part of the source that one call lists: a folder, a tar, or a file of records."""
+    """A part of the source that one call of `Source.entries` lists: a folder, a tar or a file of
+    records."""
 
     path: str
-    """Path relative to the source's root; entries are `path/name`."""
+    """Path relative to the source's root. The path of an entry is `path/name`."""
     split: str
     label: int | None = None
     """Label of all entries in the container; None if each entry has its own."""
     offset: int = 0
     num_bytes: int = 0
-    """Byte range within a larger file (`offset`, `num_bytes`)."""
+    """Range of the container in a larger file or dataset: bytes, items or row groups."""
     stamp: str = ""
     """Size and modification time of the container's file; "" if only a new listing can show
     changes."""
@@ -57,14 +58,15 @@ class Entries:
 
     names: list[str]
     offsets: NDArray[np.int64]
-    """A number for each entry with which the source's `read` finds it."""
+    """Position of each entry for `Source.read`. For a file of its own, the modification time in
+    ns."""
     sizes: NDArray[np.int64]
     labels: NDArray[np.int32]
 
     @classmethod
     def of(cls, rows: Sequence[tuple[str, int, int]], *, label: int | Sequence[int]) -> "Entries":
-        """Convert (name, offset, size) rows to columns. `label`: one for all rows, or one for
-        each."""
+        """Convert (name, offset, size) rows to columns. `label`: one label for all rows, or a label
+        for each row."""
         return cls(
             names=[row[0] for row in rows],
             offsets=np.array([row[1] for row in rows], np.int64),
@@ -89,7 +91,7 @@ class Entry(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The same path as UTF-8 text for records."""
+        """`locator` as valid UTF-8 text, for records."""
         return printable(self.locator)
 
 
@@ -146,14 +148,13 @@ class Inventory:
         return name.tobytes().decode("utf-8", "surrogateescape")
 
     def rows_of_container(self, number: int) -> range:
-        """Return the range of row numbers of a container, which are consecutive."""
+        """Return the row numbers of a container. They are consecutive."""
         first, last = np.searchsorted(self.container_numbers, [number, number + 1])
         return range(int(first), int(last))
 
 
 @lru_cache(maxsize=2)
-def open_inventory(directory: Path, stamp: str) -> Inventory:  # noqa: ARG001 (another stamp is another inventory)
-    """Return the inventory, opened once per worker process."""
+def open_inventory(directory: Path, stamp: str) -> Inventory:  # noqa: ARG001 (a new stamp opens the inventory again)
     return Inventory(directory)
 
 
@@ -193,7 +194,6 @@ def write_inventory(directory: Path, outline: Outline, listed: Iterable[Entries]
 def _sorted_columns(
     number: int, entries: Entries, names_end: int
 ) -> tuple[dict[str, NDArray[Any]], list[bytes]]:
-    """Return the columns of one container, sorted by name, and the encoded names."""
     order = sorted(range(len(entries.names)), key=entries.names.__getitem__)
     names = [entries.names[row].encode("utf-8", "surrogateescape") for row in order]
     columns = {

@@ -67,7 +67,7 @@ def read_labels(
         if empty:
             problem, fix = f"has no {empty[0]}", "fill it in, or remove the row"
         elif file in seen:
-            problem, fix = f"names {file} again, as row {seen[file]} does", "keep one of them"
+            problem, fix = f"repeats {file} of row {seen[file]}", "keep one of them"
         elif split and split not in _SPLITS:
             problem, fix = f"has the split {split!r}", "write train, val or test"
         if problem:
@@ -82,7 +82,6 @@ def read_labels(
 
 
 def class_names(rows: Iterable[Row]) -> tuple[str, ...]:
-    """Return the sorted class names. Numbers are sorted by value."""
     return sorted_names({row.label for row in rows})
 
 
@@ -111,18 +110,18 @@ def rows_of_files(
             found[name] = row
     without = [name for name in by_name if name not in found]
     for names, problem, fix in (
-        (missing, "files that are not images in", "correct the rows: paths are relative to it"),
-        (without, "too few images of", "add their rows, or move the images elsewhere"),
+        (missing, "names files that are not images in", "write paths relative to this folder"),
+        (without, "has no rows for images in", "add the rows, or move the images elsewhere"),
     ):
         if names:
-            what = f"{path} names {problem} {folder} ({len(names):,}: {', '.join(names[:3])})"
+            what = f"{path} {problem} {folder} ({len(names):,}: {', '.join(names[:3])})"
             raise SourceError("source.labels", what, fix, code="mismatch")
     return found
 
 
 def _csv(path: Path) -> tuple[list[str], list[list[str]]]:
     try:
-        text = path.read_bytes().decode("utf-8-sig")  # Windows begins text files with a mark
+        text = path.read_bytes().decode("utf-8-sig")  # Windows adds a byte order mark
     except UnicodeDecodeError as error:
         raise SourceError(
             "source.labels",

@@ -2,7 +2,7 @@
 
 Steps, under the lock of OUT:
 
-1. claim OUT, then make the plan (workplan.py), unless the manifest already exists;
+1. mark OUT as a dataset, then make the plan (workplan.py), unless the manifest exists;
 2. write every shard without a record (shards.py), then compare the source with its listing;
 3. write rejected.jsonl, annotations and manifest.json, then remove the records (merge.py).
 
@@ -52,7 +52,8 @@ def build(settings: BuildSettings) -> Manifest:
 def write_shards(
     work: Workplan, plans: Sequence[ShardPlan], source: Source, pool: Pool
 ) -> list[ShardRecord]:
-    """Return the record of each planned shard, in order."""
+    """Write the planned shards that do not exist yet. Return the records of all of them, in
+    order."""
     function, sizes = (
         partial(write_planned, work, source),
         [each.stop - each.start for each in plans],

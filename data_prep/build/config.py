@@ -17,12 +17,12 @@ DEFAULT_SHARD = 8192
 
 
 def _first_present(given: Any) -> Any:
-    """Return the first source whose path exists, or else the last one."""
+    """Return the first source of a list whose path exists, or else the last source."""
     if isinstance(given, list) and given:
         given = next(filter(_is_present, given), given[-1])
     if not isinstance(given, dict):
         return given
-    # after a validator in Python, strict mode does not accept a list for a tuple
+    # strict mode does not accept a list for a tuple after a Python validator
     return {key: tuple(each) if isinstance(each, list) else each for key, each in given.items()}
 
 
@@ -40,8 +40,9 @@ class BuildSettings(ImageSpec):
             _first_present, json_schema_input_type=SourceSettings | list[SourceSettings]
         ),
     ]
-    """The archives or folders to read, by `kind`. In a list, the first source whose `path` exists
-    is read, otherwise the last one. Override a list with 'source={kind: folder, path: photos}'."""
+    """The archive or folder to read; `kind` is its layout. If this is a list, the first source
+    whose `path` exists is read, otherwise the last source. Override a list with 'source={kind:
+    folder, path: photos}'."""
     out: LocalDirectory = Field(examples=["data/mine"])
     """The dataset directory, on a local disk. `data_prep push` copies it to a bucket."""
     name: str | None = Field(None, examples=["my-pictures"])
@@ -51,17 +52,17 @@ class BuildSettings(ImageSpec):
     classes_file: str | None = Field(None, examples=["classes.txt"])
     """Text file with one class to keep per line, instead of `classes`."""
     exclude: tuple[str, ...] = Field((), examples=[["duplicates.jsonl"]])
-    """Exclusion lists written by `data_prep dedup`."""
+    """Lists of images to skip, written by `data_prep dedup`."""
     per_class: dict[str, Annotated[int, Field(ge=1)]] | None = Field(
         None, examples=[{"train": 100, "val": 50}]
     )
-    """Number of randomly drawn images per class, by split. Smaller classes and splits without a
-    number are omitted. If the source has no `val`, its images are taken from `train`, and
-    byte-equal files of a folder stay in one split. null: all images."""
+    """Number of randomly drawn images per class, by split. Classes with fewer images and splits
+    without a number are omitted. If the source has no `val`, the images of `val` are drawn from
+    `train`, and byte-equal files of a folder stay in one split. null: all images."""
     samples_per_shard: int = Field(DEFAULT_SHARD, ge=1, le=1_000_000)
-    """Images in each shard; the last shard of a split may have fewer. In the default case, a split
-    of fewer than 131,072 images gets up to 16 smaller shards of at least 512 images. Up to 16
-    workers can then write it."""
+    """Number of images in a shard; the last shard of a split may have fewer. The default makes up
+    to 16 smaller shards, of at least 512 images, from a split of fewer than 131,072 images. Up to
+    16 workers can then write the split."""
     order: Literal["shuffled", "listed"] = "shuffled"
     """Order of the images. shuffled: a seeded random order, so every shard mixes the classes.
     listed: the sorted order of the source."""
@@ -75,7 +76,7 @@ class BuildSettings(ImageSpec):
 
     @model_validator(mode="after")
     def _default_images_dir(self) -> "BuildSettings":
-        """Write synthetic images next to the dataset, unless `images_dir` is given."""
+        """Set the default of `images_dir`: a folder next to the dataset."""
         if not isinstance(self.source, SyntheticSettings) or self.source.images_dir is not None:
             return self
         out = self.directory
@@ -104,7 +105,10 @@ class BuildSettings(ImageSpec):
     def _one_class_list(self) -> "BuildSettings":
         if self.classes is not None and self.classes_file is not None:
             raise UserError(
-                "classes_file", "classes is given, too", "remove one of them", code="conflict"
+                "classes_file",
+                "cannot be combined with classes",
+                "remove one of them",
+                code="conflict",
             )
         return self
 
@@ -125,14 +129,14 @@ class BuildSettings(ImageSpec):
 
     @property
     def tables(self) -> dict[str, str]:
-        """Files that the source reads in addition to its archives, by setting."""
+        """Additional files that the source reads: setting -> path."""
         names = ["labels"] if self.source.kind == "folder" else []
         files = {name: getattr(self.source, name, None) for name in [*names, "real"]}
         return {name: file for name, file in files.items() if file is not None}
 
     def resolved(self) -> "BuildSettings":
-        """Return the same config with absolute paths and the listed class names, so that `merge`
-        can use it."""
+        """Return the config with absolute paths, and with the names of `classes_file` in `classes`.
+        `merge` reads this config."""
         paths = {key: getattr(self.source, key, None) for key in ("path", "images_dir")}
         paths = {
             key: str(Path(path).resolve())

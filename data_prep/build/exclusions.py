@@ -24,7 +24,7 @@ class Exclusions:
 
     @property
     def digest(self) -> str:
-        """Hash of the set of paths, in any order; "" for none."""
+        """Hash of the paths, independent of their order; "" if there are no paths."""
         return hash_of_json(sorted(self.paths)) if self.paths else ""
 
     def rows(self, inventory: Inventory) -> NDArray[np.int64]:
@@ -52,7 +52,7 @@ class Exclusions:
 
 
 def load_exclusions(files: tuple[str, ...]) -> Exclusions:
-    """Return the union of several lists."""
+    """Return the paths of all lists. Raise UserError if a list cannot be read or parsed."""
     paths: set[str] = set()
     for file in files:
         try:

@@ -3,7 +3,7 @@
 First, `merge` checks that every planned shard has a record of this build and intact files. If the
 source can be reached, it must match its listing. Then `merge` writes rejected.jsonl, annotations,
 the indices for `wids` and manifest.json, and removes the folder PARTS. If the manifest already
-exists, it only removes PARTS.
+exists, `merge` only removes PARTS.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ NUM_COMPARISONS = 512
 """Approximate number of worker jobs that compare a source with its listing."""
 NUM_NAMED = 3
 _Changes = tuple[int, tuple[str, ...]]
-"""Number of changed files in one container, and the name of the first."""
+"""Number of changed files in one container, and the names of the first ones."""
 
 
 class TooManyRejected(UserError):  # noqa: N818
@@ -68,7 +68,7 @@ def merge(directory: Path, *, num_workers: int, trust: bool = False) -> Manifest
     if not (directory / PARTS).is_dir() and not (directory / MANIFEST_NAME).exists():
         raise UserError(
             str(directory),
-            "no parts of a build are in this directory",
+            "this directory contains no unfinished build",
             "run data_prep build CONFIG --task i/n first",
             code="unfinished" if directory.is_dir() else "missing-path",
         )
@@ -124,16 +124,16 @@ def refuse_changed(work: Workplan, source: Source, pool: Pool) -> None:
     found = set[_Changes]().union(*compared)  # containers of one archive report the same change
     number, what = sum(each[0] for each in found), "files"
     names = sorted(name for _, some in found for name in some)
-    if not found:  # no listed container has a new class
+    if not found:  # new classes are not in the listed containers
         names = sorted(inventory.outline.differs_from(outline_of(work.settings, source)))
         number, what = len(names), "folders, archives or lists of labels"
     if number:
         raise SourceError(
             "source",
             f"{number:,} {what} have changed since they were listed "
-            f"({', '.join(names[:NUM_NAMED])}), so the shards may mix two states",
-            f"remove {work.directory} and build again; copies must keep their times (cp -p, "
-            "rsync -a)",
+            f"({', '.join(names[:NUM_NAMED])}), so the shards may mix old and new files",
+            f"remove {work.directory} and build again. Copy sources with cp -p or rsync -a, which "
+            "keep file times",
             code="changed",
         )
 
@@ -150,7 +150,10 @@ def _changed_source(source: Source, directory: Path, stamp: str, numbers: range)
 def _verified_records(work: Workplan, *, num_workers: int, trust: bool) -> list[ShardRecord]:
     directory, names = work.directory, [plan.name for plan in work.shards]
     if strangers := sorted({path.stem for path in directory.glob("*.tar")} - set(names)):
-        problem, fix = f"{strangers[0]}.tar is not of this build", "move it elsewhere, then merge"
+        problem, fix = (
+            f"{strangers[0]}.tar is not part of this build",
+            "move it elsewhere, then merge",
+        )
         raise UserError(str(directory), problem, fix, code="conflict")
     check = partial(finished_record, directory, plan_hash=work.parts_id, trust=trust)
     found = sweep(check, names, title="verifying parts", unit="shards", workers=num_workers)
@@ -161,14 +164,14 @@ def _verified_records(work: Workplan, *, num_workers: int, trust: bool) -> list[
     ]
     if missing := sorted({*names} - {record.shard.name for record in records}):
         counts = f"{len(missing)} of {len(names)} shards"
-        problem = f"{counts} are missing, damaged or of another build ({missing[0]})"
+        problem = f"{counts} are missing, damaged or from another build ({missing[0]})"
         fix = "run all tasks again: they write only these shards"
         raise UserError(str(directory), problem, fix, code="unfinished")
     return records
 
 
 def publish(work: Workplan, source: Source, records: list[ShardRecord]) -> Manifest:
-    """Complete a dataset whose shards are finished. The manifest is written last."""
+    """Write the remaining files of a dataset whose shards are finished, the manifest last."""
     directory = work.directory
     manifest = manifest_of(
         work.settings,
@@ -200,16 +203,16 @@ def publish(work: Workplan, source: Source, records: list[ShardRecord]) -> Manif
     extensions = sorted({f".{extension}" for record in records for extension in record.extensions})
     if len(extensions) > 1:  # `datasets` takes its columns from the first samples
         print(
-            f"data_prep: the shards mix {', '.join(extensions)}. Hugging Face's datasets fails on "
-            "them, or silently drops the images of one format. If you need it, build with "
-            "encoding=jpeg or encoding=raw.",
+            f"data_prep: the shards mix {', '.join(extensions)} images. Hugging Face's package "
+            "datasets fails on such shards, or silently drops the images of one format. To use it, "
+            "build with encoding=jpeg or encoding=raw.",
             file=sys.stderr,
         )
     return manifest
 
 
 def _name_repeats(work: Workplan, records: list[ShardRecord]) -> None:
-    """Print the number of images in other splits that are also in `train`."""
+    """Print a warning about images of other splits that are also in `train`."""
     of_split: dict[str, list[NDArray[Any]]] = {}
     for plan, record in zip(work.shards, records, strict=True):
         of_split.setdefault(plan.split, []).append(
@@ -221,7 +224,7 @@ def _name_repeats(work: Workplan, records: list[ShardRecord]) -> None:
         if count := int(np.isin(fingerprints, train).sum()):
             print(
                 f"data_prep: {count:,} of {len(fingerprints):,} images of {split} are also in "
-                "train, so its accuracy is too high. List the copies with data_prep dedup "
+                "train, so accuracies are too high. List the copies with data_prep dedup "
                 f"{work.settings.out} --exact --out duplicates.jsonl, then build another dataset "
                 "with exclude=[duplicates.jsonl]",
                 file=sys.stderr,
@@ -229,7 +232,8 @@ def _name_repeats(work: Workplan, records: list[ShardRecord]) -> None:
 
 
 def write_rejected(directory: Path, records: Iterable[ShardRecord]) -> str:
-    """Write a line for every rejected input, sorted; return the file's sha256."""
+    """Write rejected.jsonl, with a line for every rejected input, sorted. Return the file's
+    sha256."""
     lines = [
         json.dumps(reject.model_dump(), sort_keys=True)
         for record in records
@@ -289,7 +293,7 @@ def manifest_of(
 
 
 def write_annotation(directory: Path, stem: str, bits: NDArray[np.bool_]) -> Annotation:
-    """Write a boolean (samples, columns) matrix as packed bits."""
+    """Write a boolean (samples, columns) matrix as packed bits, and return its manifest entry."""
     buffer = io.BytesIO()
     np.save(buffer, np.packbits(bits, axis=1))
     data = buffer.getvalue()
@@ -300,7 +304,8 @@ def write_annotation(directory: Path, stem: str, bits: NDArray[np.bool_]) -> Ann
 
 
 def with_limit(directory: Path, manifest: Manifest, max_reject_fraction: float) -> Manifest:
-    """Return the manifest with this max_reject_fraction, and save it if the value is new."""
+    """Return the manifest with the given max_reject_fraction. Save the manifest if the fraction is
+    new."""
     if manifest.max_reject_fraction != max_reject_fraction:
         manifest = manifest.model_copy(update={"max_reject_fraction": max_reject_fraction})
         save_manifest(directory, manifest)
@@ -308,8 +313,7 @@ def with_limit(directory: Path, manifest: Manifest, max_reject_fraction: float) 
 
 
 def check_reject_fraction(out: Path, manifest: Manifest) -> None:
-    """Raise TooManyRejected if the fraction is above the limit. Each command that finds or makes
-    the dataset calls this."""
+    """Raise TooManyRejected if more inputs were rejected than max_reject_fraction allows."""
     share, allowed = manifest.num_rejected / max(1, manifest.num_read), manifest.max_reject_fraction
     if share > allowed:
         error = TooManyRejected(

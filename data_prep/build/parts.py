@@ -1,8 +1,8 @@
-"""OUT/PARTS: the records of an unfinished dataset, and the locks of its writers.
+"""OUT/PARTS: the records of an unfinished dataset in OUT, and the locks of the processes that write
+it.
 
-`claim` makes PARTS before anything else is written in OUT. `forget_parts` removes PARTS last, with
-begun.json as its last file. Builds, merges, indexes and planners hold the lock of OUT. Array tasks
-have their own locks (tasks.py).
+`claim` makes PARTS before any other file in OUT. `forget_parts` removes PARTS last, and begun.json
+last in PARTS. tasks.py describes the locks.
 """
 
 import json
@@ -51,29 +51,29 @@ LocalDirectory = Annotated[str, AfterValidator(refuse_url)]
 
 
 def claim(directory: Path) -> None:
-    """Mark the directory as a dataset of data_prep before anything is written in it. Other files in
-    it are never deleted or overwritten, even if they have names like `parts/`, `.tmp-*` or
-    `rejected.jsonl` (issue 17). Several array tasks may call this at once."""
+    """Mark the directory as a dataset of data_prep before any other write. Raise UserError if the
+    directory contains other files. These are never deleted or overwritten, even if they have
+    names like `parts/`, `.tmp-*` or `rejected.jsonl` (issue 17). Several array tasks may call this
+    at once."""
     make_directory(directory)
     strangers = sorted({path.name for path in directory.iterdir()} - {LOCK})
     if strangers and not (directory / PARTS).is_dir():
         if not (directory / MANIFEST_NAME).exists():
             raise UserError(
                 "out",
-                f"{directory} contains {strangers[0]}, but no dataset was begun in it",
+                f"{directory} contains {strangers[0]}, but is no dataset of data_prep",
                 "choose another directory",
                 code="exists",
             )
-        load_manifest(directory)  # not a manifest of ours, perhaps
+        load_manifest(directory)  # fails for other programs' manifests
     (directory / PARTS).mkdir(exist_ok=True)
 
 
 def of_another(directory: Path, before: Mapping[str, Any], config: Mapping[str, Any]) -> UserError:
-    changes = differences(before, config) if before else "another command"
-    what = f"another config ({changes})" if changes else "this config but other files"
-    return UserError(
-        "out", f"{directory} has a dataset of {what}", "choose another directory", code="changed"
-    )
+    changes = differences(before, config)
+    how = f"with another config ({changes})" if changes else "with the same config from other files"
+    problem = f"{directory} was made {how if before else 'by another command'}"
+    return UserError("out", problem, "choose another directory", code="changed")
 
 
 class Unfinished(Settings):
@@ -84,7 +84,7 @@ class Unfinished(Settings):
 
 
 def begin(directory: Path, plan_hash: str, config: Mapping[str, Any]) -> None:
-    """Write begun.json, unless the directory has files of a build with another plan."""
+    """Write begun.json. Raise UserError if the directory has files that another plan wrote."""
     try:
         begun: Unfinished | None = read_record(directory, BEGUN, Unfinished)
     except (FileNotFoundError, ValueError):
@@ -125,13 +125,13 @@ def own_place(directory: Path, *, wait: bool = False) -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(OSError):  # empty if nothing has begun, or if everything is finished
+            with suppress(OSError):  # not empty if the dataset is unfinished
                 (directory / PARTS).rmdir()
 
 
 def forget_parts(directory: Path) -> None:
-    """Remove the folder PARTS of a finished dataset, with temporary files of killed workers. If
-    this is interrupted, a later call removes the rest."""
+    """Remove the folder PARTS of a finished dataset, and temporary files of killed workers. After
+    an interruption, a later call removes the rest."""
     with suppress(OSError):
         remove_leftovers(directory)
     parts = directory / PARTS
@@ -147,7 +147,7 @@ def write_record(directory: Path, name: str, record: Settings) -> None:
 
 
 def read_record(directory: Path, name: str, schema: type[S]) -> S:
-    """Return the record in a JSON file; raise ValueError if the file was changed."""
+    """Return the record `name`; raise ValueError if its file is damaged or was changed."""
     return schema.model_validate_json(
         json.dumps(unsealed(json.loads(record_path(directory, name).read_text(encoding="utf-8"))))
     )

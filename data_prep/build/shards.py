@@ -87,8 +87,8 @@ def write_shard(
     plan_hash: str,
     rejected: list[Rejected],
 ) -> ShardRecord:
-    """Write `samples` as the shard `name`. The iterator may append to `rejected` while it is
-    read."""
+    """Write `samples` as the shard `name`, and return its record. Reading `samples` may append to
+    `rejected`."""
     channels = ChannelSums()
     rows: list[tuple[int, int, int]] = []
     paths: list[str] = []
@@ -100,7 +100,7 @@ def write_shard(
             offset = tar.add(f"{sample.key}.{sample.image.extension}", sample.image.data)
             tar.add(f"{sample.key}.cls", b"%d" % sample.label)
             if sample.image.extension != "ppm":
-                # Raw samples have none: the shard is an array of members of one size.
+                # Raw samples have no .json: the shard is an array of members of one size.
                 tar.add(f"{sample.key}.json", json.dumps({"path": sample.path}).encode())
             rows.append((offset, len(sample.image.data), sample.label))
             extensions.add(sample.image.extension)
@@ -142,7 +142,6 @@ def write_paths(directory: Path, name: str, paths: list[str]) -> str:
 
 
 def count_labels(labels: NDArray[np.int64]) -> dict[str, int]:
-    """Return the number of labeled samples of each class."""
     seen, counts = np.unique(labels[labels >= 0], return_counts=True)
     return {str(label): int(count) for label, count in zip(seen, counts, strict=True)}
 
@@ -150,8 +149,8 @@ def count_labels(labels: NDArray[np.int64]) -> dict[str, int]:
 def finished_record(
     directory: Path, name: str, *, plan_hash: str, trust: bool = False
 ) -> ShardRecord | None:
-    """Return the record of a finished shard of this build, or None if its files are not intact.
-    `trust`: compare only the size of the tar."""
+    """Return the record of a finished shard of the build `plan_hash`, or None if the record or a
+    file is missing or damaged. `trust`: compare only the size of the tar."""
     try:
         record = read_record(directory, name, ShardRecord)
         shard = record.shard

@@ -1,15 +1,15 @@
 """`data_prep build --plan` and `--task i/n`: array tasks on machines that share OUT's file system.
 
-`--plan` makes the plan (workplan.py) under the lock of OUT. Without it task 0 makes the plan, and
-the other tasks wait for it. Any number of tasks can share a plan: task i of n writes the shards i,
+`--plan` makes the plan (workplan.py) under the lock of OUT. Without `--plan`, task 0 makes the plan
+and the other tasks wait. Any number of tasks can share a plan: task i of n writes the shards i,
 i + n, ... that have no record. Steps of a task:
 
-1. lock the task's own number, and wait for an earlier attempt that is still ending;
+1. lock the folder task-i, after waiting for an earlier attempt that still holds this lock;
 2. lock OUT, and look for a plan of this config and source;
-3. if there is one, take the lock that marks the task as at work. While such a lock is held,
-   `build`, `merge` and `index` fail with "busy";
-4. otherwise, task 0 makes the plan. Any other task releases OUT and repeats step 2. It fails after
-   PLAN_DEADLINE_S, or if task 0 has recorded an error in failed.json;
+3. if a plan exists, lock the folder task-i/at-work. While any task holds such a lock, `build`,
+   `merge` and `index` fail with "busy";
+4. otherwise, task 0 makes the plan. Any other task releases OUT and repeats step 2. The task fails
+   after PLAN_DEADLINE_S, or if task 0 has recorded an error in failed.json;
 5. release OUT and write the shards.
 
 A killed task releases all locks at once. You can run a task again at any time.
@@ -36,7 +36,8 @@ from data_prep.sources import Source
 from data_prep.workers import Pool
 
 PLAN_DEADLINE_S: Final = 1800.0
-"""Longest wait for a plan in seconds, counted while no other process holds the lock of OUT."""
+"""Longest time in seconds that a task waits for a plan. Time in which another process holds the
+lock of OUT does not count."""
 POLL_S: Final = 1.0
 FAILURE: Final = "failed.json"
 
@@ -63,7 +64,7 @@ class ArrayTask:
 
 
 def plan_build(settings: BuildSettings) -> Workplan:
-    """Make the plan that array tasks share, or make it again if it does not fit."""
+    """Make the plan that array tasks share. A plan of the same config and source is reused."""
     _refuse_merged(settings.directory)
     with own_place(settings.directory), Pool(settings.num_workers) as pool:
         return prepare(settings, open_source_of(settings), pool)
@@ -121,14 +122,14 @@ def _first_plan(settings: BuildSettings, source: Source, pool: Pool) -> Workplan
         work = prepare(settings, source, pool)
     except Exception as error:
         if isinstance(error, UserError):
-            told = error
+            cause = error
         elif isinstance(error, OSError):
-            told = error_of_system(error)
+            cause = error_of_system(error)
         else:
             problem = f"task 0 failed with {type(error).__name__}: {error}"
-            told = UserError("--task", problem, "read the log of task 0", code="unfinished")
+            cause = UserError("--task", problem, "read the log of task 0", code="unfinished")
         with suppress(OSError):  # the disk itself may be the problem
-            record = {"error": [told.field, told.problem, told.fix], "code": told.code}
+            record = {"error": [cause.field, cause.problem, cause.fix], "code": cause.code}
             write_json(failure, record | {"array": _attempt(), "id": uuid4().hex})
         raise
     failure.unlink(missing_ok=True)
@@ -144,7 +145,7 @@ def _failure(directory: Path) -> dict[str, Any]:
 
 
 def _attempt() -> str:
-    """Return an identity of this attempt in SLURM (job number and restarts); "" outside an array
+    """Return the SLURM array job's number and its restart count as text; "" outside an array
     job."""
     job, restarts = (os.environ.get(f"SLURM_{name}") for name in ("ARRAY_JOB_ID", "RESTART_COUNT"))
     return f"{job}-{restarts or 0}" if job else ""
@@ -155,6 +156,6 @@ def _refuse_merged(directory: Path) -> None:
         raise UserError(
             "out",
             f"{directory} is already merged, so no task has shards to write",
-            "remove it if you want to build it again",
+            "remove it to build it again",
             code="exists",
         )

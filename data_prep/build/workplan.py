@@ -60,7 +60,7 @@ INVENTORY_NAME = "inventory"
 NUM_NAMED = 20
 """Largest number of damaged containers that one error names."""
 NUM_JOBS, LEAST_SHARD = 16, 512
-"""Number of shards of a small split, and the smallest number of samples in a shard."""
+"""Largest number of shards of a small split, and smallest number of samples in a shard."""
 CANDIDATE_NAME = TEMPORARY_PREFIX + "candidate"
 
 
@@ -79,7 +79,8 @@ class Workplan(Settings):
     """Settings that determine the bytes of the dataset (see `described`)."""
     plan_hash: str
     stamp: str
-    """Sizes and times of the source's files. If they change, shards are written again."""
+    """Hash of the sizes and times of the source's files. If it changes, shards are written
+    again."""
     decoder: str
     classes: tuple[str, ...]
     labels: tuple[int, ...]
@@ -96,7 +97,7 @@ class Workplan(Settings):
 
     @property
     def parts_id(self) -> str:
-        """Hash of the plan, stored in the records of finished shards."""
+        """Hash of the plan and the stamp, stored in the records of finished shards."""
         return f"{self.plan_hash}-{self.stamp[:16]}"
 
     @property
@@ -119,14 +120,14 @@ def open_source_of(settings: BuildSettings) -> Source:
 
 
 def prepare(settings: BuildSettings, source: Source, pool: Pool) -> Workplan:
-    """Return the plan of this build, read from disk or made. The caller holds the directory's
-    lock."""
+    """Return the plan of this build: the plan on disk, or a new plan. The caller holds the
+    directory's lock."""
     directory = settings.directory
     exclusions = load_exclusions(settings.exclude)
     config = described(settings, source, exclusions)
     before, is_finished = load_begun(directory), (directory / MANIFEST_NAME).exists()
     if before and not is_finished and not _has_shards(before):
-        record_path(directory, BEGUN).unlink()  # nothing to keep
+        record_path(directory, BEGUN).unlink()  # it has no finished shards
         before = None
     existing = load_manifest(directory) if is_finished else before
     if existing is not None and existing.config != config:
@@ -195,7 +196,7 @@ def plan_that_fits(settings: BuildSettings, source: Source) -> Workplan | None:
 
 
 def load_begun(directory: Path) -> Workplan | None:
-    """Return the plan in `directory`. Another machine may have written it."""
+    """Return the plan in `directory`, or None. Raise UserError if begun.json is damaged."""
     try:
         begun = read_record(directory, BEGUN, Workplan)
     except FileNotFoundError:
@@ -244,14 +245,14 @@ def _has_shards(work: Workplan) -> bool:
 
 
 def _check_decoder(begun: Workplan) -> None:
-    """Raise UserError if the dataset was begun with other versions of the decoders, which give
-    slightly different pixels."""
+    """Raise UserError if the dataset was begun with other decoder versions. Their pixels differ
+    slightly."""
     if begun.decoder != decoder_version():
         raise UserError(
             "out",
-            f"{begun.directory} was begun with {begun.decoder}, and this environment has "
+            f"{begun.directory} was begun with {begun.decoder}, but this environment has "
             f"{decoder_version()}",
-            "continue in the first environment, or remove the directory and build again",
+            "continue with the first versions, or remove the directory and build again",
             code="changed",
         )
 
@@ -316,7 +317,7 @@ def _listed(
 
 
 def outline_of(settings: BuildSettings, source: Source) -> Outline:
-    """Return the classes to keep and the sorted containers that may contain their inputs."""
+    """Return the source's outline with sorted containers, without containers of classes to skip."""
     outline = source.outline()
     outline = replace(outline, classes=tuple(map(printable, outline.classes)))
     kept, containers = settings.kept_classes, outline.containers
@@ -339,7 +340,8 @@ def outline_of(settings: BuildSettings, source: Source) -> Outline:
 
 
 def _entries(source: Source, outline: Outline, pool: Pool, *, ahead: int) -> Iterator[Entries]:
-    """Yield the entries of each container, in order. At most `ahead` containers wait in memory."""
+    """Yield the entries of each container, in order. At most `ahead` containers are listed in
+    advance."""
     waiting: deque[Future[Entries]] = deque()
     damaged: list[UserError] = []
 
@@ -358,7 +360,7 @@ def _entries(source: Source, outline: Outline, pool: Pool, *, ahead: int) -> Ite
         for number, container in enumerate(outline.containers):
             try:
                 yield next_entries(number)
-            except SourceError as error:  # one run names all of them
+            except SourceError as error:  # one run reports all of them
                 damaged.append(error)
             line.advance(note=container.path)
     if damaged:
@@ -366,7 +368,7 @@ def _entries(source: Source, outline: Outline, pool: Pool, *, ahead: int) -> Ite
 
 
 def all_in_one(errors: list[UserError]) -> UserError:
-    """Merge errors of several damaged files into one."""
+    """Return one error for several damaged files."""
     first, *others = errors
     if not others:
         return first
@@ -387,7 +389,8 @@ class _Dropped:
 def _write_orders(
     settings: BuildSettings, inventory: Inventory, arrangement: Arrangement, dropped: _Dropped
 ) -> tuple[dict[str, str], list[ShardPlan]]:
-    """Write the order of each split. Return the sha256 of each, and all shards."""
+    """Write the order of each split. Return the sha256 of each order file, and the planned
+    shards."""
     directory, shards, orders = settings.directory, list[ShardPlan](), dict[str, str]()
     excluded, paths = dropped.exclusions.rows(inventory), dropped.exclusions.paths
     if paths and not len(excluded):
@@ -461,7 +464,7 @@ def _refuse_empty(source: Source, inventory: Inventory, arrangement: Arrangement
 def _draw_images(
     settings: BuildSettings, inventory: Inventory, arrangement: Arrangement, exclusions: Exclusions
 ) -> Arrangement:
-    """Draw the images for `per_class` from the kept ones, and omit classes that have too few."""
+    """Draw `per_class` images of each class after exclusions. Omit classes with too few images."""
     numbers, seed, splits = settings.per_class, settings.seed, dict[str, NDArray[np.int32]]()
     if numbers is None:
         return arrangement
@@ -471,7 +474,10 @@ def _draw_images(
     arrangement = replace(arrangement, splits=kept)
     if number := numbers.get("val"):
         if not kept.keys() & {"train", "val"}:
-            problem, fix = "the source has no val and no train", f"choose from {', '.join(kept)}"
+            problem, fix = (
+                "the source has no val and no train",
+                f"choose from its splits {', '.join(kept)}",
+            )
             raise UserError("per_class", problem, fix, code="empty")
         root = Path(settings.source.path) if settings.source.kind == "folder" else None
         arrangement = hold_out(inventory, arrangement, per_class=number, seed=seed, root=root)

@@ -1,6 +1,6 @@
 """`data_prep preview`: a contact sheet of images as the model sees them, with labels.
 
-The samples are a function of manifest, seed and count, and are sorted by class.
+The same manifest, options and seed give the same samples, sorted by class.
 """
 
 from pathlib import Path
@@ -43,7 +43,7 @@ def contact_sheet(
             labels = load_index(directory, part)[rows, 2].tolist()
             pictures = each_picture(decode, directory, part, storage=storage or {}, rows=rows)
             for label, (whole, _) in zip(labels, pictures, strict=True):
-                # as training does
+                # as in training
                 picture = resize(
                     whole,
                     size=manifest.image_size,

@@ -1,9 +1,9 @@
 """`data_prep stats`: statistics of a dataset from its manifest and indices. Images are opened only
 on request.
 
-The manifest has the image sizes, except for encoding keep: then the headers are read (as stored,
-before the EXIF orientation). Recomputed channel statistics use the central squares of `train`, as
-in `build`, or of all splits if there is no `train`.
+The manifest has the image sizes. For encoding=keep, the sizes are read from the images' headers,
+before the EXIF orientation is applied. Recomputed channel statistics use the resized images of
+`train`, as in `build`, or of all splits if there is no `train`.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from data_prep.remote import Storage
 
 SPREAD = {"min": 0, "5 %": 5, "median": 50, "95 %": 95, "max": 100}
 NUM_EXTREMES = 3
-"""How many of the largest and smallest classes are listed."""
+"""Number of largest and of smallest classes to list."""
 
 
 def stats(
@@ -95,20 +95,17 @@ def _of_split(directory: Path, manifest: Manifest, split: Split) -> dict[str, An
 def spread(
     values: Sequence[int] | NDArray[np.int64], counts: Sequence[int] | None = None
 ) -> dict[str, int]:
-    """Return minimum, mean, maximum and quantiles of values. `counts`: frequency of each value."""
+    """Return the percentiles `SPREAD` of values. `counts`: frequency of each value."""
     found = np.percentile(
         values, list(SPREAD.values()), weights=counts or np.ones(len(values)), method="inverted_cdf"
     )
     return dict(zip(SPREAD, map(int, found), strict=True))
 
 
-# Return the percentiles `SPREAD` of values. `counts` has the frequency of each value.
-
-
 def _sizes(
     directory: Path, manifest: Manifest, *, num_workers: int, storage: Storage
 ) -> list[dict[str, int]]:
-    """Return (size, number of images), the most frequent size first."""
+    """Return width, height and number of images of each size, the most frequent size first."""
     sizes: Counter[tuple[int, int]] = Counter()
     if manifest.encoding != "keep":
         sizes[manifest.image_size, manifest.image_size] = manifest.num_written

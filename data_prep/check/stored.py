@@ -1,4 +1,4 @@
-"""Read a finished dataset: each tar as one read-only buffer, each image of a shard, each shard in
+"""Read a finished dataset: a tar as one read-only buffer, the images of a shard, or all shards in
 worker processes.
 
 Nothing is written, except the temporary copy of a remote shard. Results come in the order of the
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @contextmanager
 def tar_content(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[mmap.mmap | bytes]:
-    """Yield the bytes of a shard's tar. A slice copies only its own part."""
+    """Yield the bytes of a shard's tar, memory-mapped: a slice copies only its own bytes."""
     with local_tar(directory, shard, storage=storage) as path:
         try:
             file = open(path, "rb")
@@ -59,7 +59,6 @@ def local_tar(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[Pa
 def each_shard(
     function: Callable[[Shard], T], shards: Sequence[Shard], *, title: str, num_workers: int
 ) -> Iterator[T]:
-    """Yield the result of `function` for every shard, in order."""
     sizes = [shard.num_samples for shard in shards]
     return sweep(function, shards, title=title, unit="images", sizes=sizes, workers=num_workers)
 
@@ -88,8 +87,8 @@ def each_picture(
 
 
 def stored_key(content: mmap.mmap | bytes, offset: int) -> str:
-    """Return the key of the sample whose image starts at `offset`, from the tar header before
-    it."""
+    """Return the key of the sample whose image starts at `offset`; "" if the tar header is not
+    valid."""
     try:
         return key_of(header_name(content[offset - BLOCK : offset]))[0]
     except TarError:

@@ -6,7 +6,7 @@ from its first header to its last, together with the rows of its index, and chec
 
 1. the hashes of the tar, the index and the paths match the manifest;
 2. every row of the index points at the image of its own sample and has the label of its `.cls`;
-3. a shard of `build` has no other samples, and its keys ascend; shards of others may differ;
+3. every sample of a shard from `build` has a row in the index, and the keys ascend;
 4. every image of the index decodes, and has the manifest's size and a label in range.
 """
 
@@ -73,7 +73,7 @@ class ShardFindings:
 class Verification:
     manifest: Manifest
     faults: list[str]
-    """Description of each fault; only the first ones for a shard with many faults."""
+    """Descriptions of the faults, at most MAX_LISTED for a shard."""
     num_faults: int
     notes: list[str]
 
@@ -120,16 +120,12 @@ def verify(
 
 
 def _manifest_faults(manifest: Manifest) -> Iterator[str]:
-    num_read, num_written, num_rejected = (
-        manifest.num_read,
-        manifest.num_written,
-        manifest.num_rejected,
-    )
-    if num_read != num_written + num_rejected:
-        yield f"manifest: {num_read} read is not {num_written} written + {num_rejected} rejected"
+    read, written, rejected = manifest.num_read, manifest.num_written, manifest.num_rejected
+    if read != written + rejected:
+        yield f"manifest: {read} read is not {written} written + {rejected} rejected"
     num_in_splits = sum(split.num_samples for split in manifest.splits.values())
-    if num_written != num_in_splits:
-        yield f"manifest: {num_written} written, but {num_in_splits} samples in its splits"
+    if written != num_in_splits:
+        yield f"manifest: {written} written, but its splits have {num_in_splits} samples"
     names = Counter(shard.name for split in manifest.splits.values() for shard in split.shards)
     for name, count in names.items():
         if count > 1:
@@ -158,11 +154,10 @@ def _split_faults(
 
 
 def _stray_files(directory: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield a note for each file that the manifest does not name."""
     known = manifest.file_hashes()
     for path in sorted(directory.iterdir()):
         if path.name.startswith(TEMPORARY_PREFIX) or path.name == PARTS:
-            yield f"{path.name}: left by an unfinished run; delete it if none is running"
+            yield f"{path.name}: left by an unfinished command; delete it if none is running"
         elif path.suffix in (".tar", ".npy", ".paths") and path.name not in known:
             yield f"{path.name}: not in the manifest"
 
@@ -207,7 +202,6 @@ def check_shard(expected: _Expected, shard: Shard) -> ShardFindings:
 
 @contextmanager
 def _noting(faults: Faults, directory: Path) -> Iterator[None]:
-    """Append an exception of a reader to the faults."""
     try:
         yield
     except (DatasetError, MissingError, RemoteError) as error:
@@ -215,8 +209,8 @@ def _noting(faults: Faults, directory: Path) -> Iterator[None]:
 
 
 def stored_labels(manifest: Manifest) -> tuple[int, ...] | None:
-    """Return the number in `.cls` for each class. A subset renumbers classes, but its tars keep the
-    old numbers. None: the tars have no numeric `.cls`."""
+    """Return, for each class, the number in the tars' `.cls` members. A subset renumbers classes,
+    but its tars keep the old numbers. Return None if the tars have no numeric `.cls`."""
     kind = manifest.source.get("kind")
     if kind == "subset":
         labels = manifest.source.get("labels")
@@ -242,7 +236,6 @@ def _walk(
     content: mmap.mmap | bytes,
     index: NDArray[np.int64],
 ) -> Iterator[str]:
-    """Read the tar once, together with the rows of its index; yield faults."""
     is_borrowed, least = expected.is_borrowed, 0 if expected.is_labeled else -1
     rows = {
         offset: (number, length, label)
@@ -263,7 +256,7 @@ def _walk(
                 if image.num_bytes != length or not _is_label(expected, label, sample, content):
                     yield f"{name}: the index does not point at this image"
                 if not least <= label < expected.num_classes:
-                    yield f"{name}: label {label} of {expected.num_classes} classes"
+                    yield f"{name}: label {label} is not one of {expected.num_classes} classes"
                 data = content[image.offset : image.offset + image.num_bytes]
                 yield from _image_faults(name, data, expected.size)
             elif not is_borrowed:  # only chosen samples of a borrowed tar have rows

@@ -5,10 +5,10 @@ others), then splits that may lose samples. Within a split, the order of the sha
 
 1. Among samples with equal pixels, the first stays.
 2. Among samples with equal perceptual hashes and similar colors, the first stays.
-3. A remaining sample is dropped if its perceptual hash is near that of an earlier one that stays.
+3. A sample is dropped if its perceptual hash is near the hash of an earlier sample that stays.
 
-Test sets stay complete, and every dropped sample is like one that stays. A dataset built without
-the listed samples has no duplicates in these splits.
+Test sets stay complete, and every dropped sample is like a sample that stays. A dataset built
+without the listed samples has no duplicates in these splits.
 """
 
 import json
@@ -57,13 +57,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Samples that repeat an earlier one."""
+    """Samples that repeat an earlier sample."""
 
     parts: list[Part]
     positions: Ids
     """Positions of the repeated samples in the concatenation of all splits, ascending."""
     likes: Ids
-    """Position of the earlier sample that each of them repeats."""
+    """For each entry of `positions`, the position of the earlier sample."""
     distances: NDArray[np.int64]
     """Number of differing bits of the perceptual hashes; -1 for equal pixels."""
     num_plain: int
@@ -91,7 +91,7 @@ def find_duplicates(
     num_workers: int = 1,
     storage: Storage | None = None,
 ) -> Duplicates:
-    """Return the samples of `splits` that repeat an earlier one. `near` is the largest Hamming
+    """Return the samples of `splits` that repeat an earlier sample. `near` is the largest Hamming
     distance; None: only equal pixels count."""
     if near is not None and not 0 <= near <= MAX_NEAR:
         fix = f"choose 0 to {MAX_NEAR}; larger distances match different images"
@@ -120,7 +120,7 @@ def _parts(directory: Path, against: tuple[Path, ...], splits: tuple[str, ...]) 
     wanted: list[tuple[Path, Manifest, str, bool]] = []
     for other in against:
         if other.resolve() == directory.resolve():
-            problem, fix = f"{other} is the dataset itself", "remove it"
+            problem, fix = f"{other} is the dataset itself", "choose others"
             raise UserError("against", problem, fix, code="conflict")
         found = load_manifest(other)
         wanted += [(other, found, split, False) for split in sorted(found.splits)]
@@ -160,8 +160,8 @@ def compare(hashes: Hashes, *, near: int | None, first: int) -> tuple[Ids, NDArr
 
 
 def _join_equal_bits(hashes: Hashes, left: Ids, like: Ids, distance: NDArray[np.int64]) -> Ids:
-    """Do step 2 of the module docstring and return the remaining samples. It works in rounds,
-    because comparing a thousand copies of one image in pairs is slow."""
+    """Record the duplicates of step 2 (module docstring) in `like` and `distance`. Return the
+    remaining samples. Rounds avoid comparing all pairs of a thousand copies of one image."""
     remaining, firsts = left, [np.zeros(0, np.int64)]
     while len(remaining):
         _, heads, inverse = np.unique(

@@ -9,9 +9,9 @@
   matches of `bits`, which also match by chance or if only the color differs.
 
 `plain` images are compared only by pixels: images of nearly one color, and line art, text or digits
-in one ink on an even ground. Their signs are noise, or show only the ground. Without this
-rule 201 of 1,797 scanned digits (scikit-learn) and 956 of 2,000 rendered numbers were near
-duplicates; with it 1 and 0. Color photographs on white are compared by all three.
+in one ink on an even background. Their `bits` are noise, or show only the background. Without this
+rule, 201 of 1,797 scanned digits (scikit-learn) and 956 of 2,000 rendered numbers were near
+duplicates; with the rule, 1 and 0 are. Color photographs on white are compared by all three.
 """
 
 import hashlib
@@ -41,22 +41,22 @@ the size and a crop of 3 % stay above 0.96; different images stay below 0.84."""
 PLAIN_SPREAD = 3.0
 """Largest standard deviation, in levels of 0 to 255, of an image of nearly one color."""
 FLAT_SHARE, FLAT_LEVELS, INK_SPREAD = 0.3, 5, 3.0
-"""Thresholds of line art. At least the fraction FLAT_SHARE of its pixels is within FLAT_LEVELS
-neighboring gray levels. Its colors are on one line between ground and ink: their standard deviation
-across the line is below INK_SPREAD (of 255 levels)."""
+"""Thresholds of line art. At least the fraction FLAT_SHARE of the pixels is within FLAT_LEVELS
+neighboring gray levels. All colors are on one line between background and ink: the standard
+deviation across the line is below INK_SPREAD (of 255 levels)."""
 _COLOR_SCALE = 18.0  # 48 values of mean 0 and spread 1 are within +-7
 _BATCH = 256
 
 
 def shard_hashes(directory: Path, cache: Path | None, storage: Storage, shard: Shard) -> Hashes:
-    """Return the fingerprints of each row of the index, in a worker process. Hashes of the same
-    bytes are taken from `cache`."""
+    """Return the fingerprints of the shard's images, in the order of its index. Fingerprints in
+    `cache` are reused."""
     identity = f"{VERSION}:{shard.sha256}:{shard.index_sha256}".encode()
     kept = None if cache is None else cache / f"{hashlib.sha256(identity).hexdigest()[:32]}.npy"
     if kept is not None:
         try:
             hashes: Hashes = np.load(kept, allow_pickle=False)
-        except Exception:  # noqa: BLE001 (a damaged head makes numpy raise whatever its parser trips over)
+        except Exception:  # noqa: BLE001 (numpy raises anything for damaged files)
             pass
         else:
             if hashes.dtype == DTYPE and len(hashes) == shard.num_samples:
@@ -72,7 +72,8 @@ def shard_hashes(directory: Path, cache: Path | None, storage: Storage, shard: S
 
 
 def picture_hashes(pictures: list[Image.Image]) -> Hashes:
-    """Return the fingerprints of upright RGB images. Only the central square of an image counts."""
+    """Return the fingerprints of upright RGB images. `bits` and `colors` cover the central
+    square."""
     hashes = np.zeros(len(pictures), DTYPE)
     small = [
         resize(picture, size=SIDE, crop="center", interpolation="bicubic") for picture in pictures
@@ -119,7 +120,6 @@ def _flat_share(luma: NDArray[np.float64]) -> NDArray[np.float64]:
 def same_colors(
     colors: NDArray[np.int8], a: NDArray[np.int64], b: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Return, for each pair (a[i], b[i]), True if the color grids agree."""
     same = np.empty(len(a), np.bool_)
     for start in range(0, len(a), 1 << 17):
         part = slice(start, start + (1 << 17))

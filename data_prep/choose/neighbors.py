@@ -1,13 +1,13 @@
 """All pairs of 64-bit hashes within a Hamming distance: exact, without comparing all pairs.
 
 Hashes are cut into `near + agreeing` blocks. Two hashes within `near` bits have `agreeing` equal
-blocks, because each differing bit changes at most one block. For every choice of `agreeing` blocks
-the hashes are sorted by these blocks, and only runs of equal ones are compared. More agreeing
-blocks need more sorts but have shorter runs; `plan` takes the cheapest number. Only the first table
-that finds a pair keeps it, so memory grows with the number of pairs, not of tables.
+blocks, because each differing bit changes at most one block. For every choice of `agreeing` blocks,
+a table sorts the hashes by these blocks, and only hashes with equal blocks are compared. A larger
+`agreeing` needs more tables but fewer comparisons; `plan` chooses the cheapest. Only the first
+table that finds a pair keeps the pair, so memory does not grow with the number of tables.
 
-14 million hashes with near 6 need 84 sorts by 21 bits each, and 3 * 10^9 comparisons instead of
-10^14. A table takes 6 to 8 s and 0.9 GB on one busy core: ten minutes for all tables.
+14 million hashes with near = 6 need 84 tables, sorted by 21 bits each, and 3 * 10^9 comparisons
+instead of 10^14. A table takes 6 to 8 s and 0.9 GB on one busy core; all tables take ten minutes.
 """
 
 import itertools
@@ -48,7 +48,7 @@ def _pairs_of_table(
     """Return the pairs that the last mask finds and no earlier mask finds."""
     keys = bits & masks[-1]
     order = np.argsort(keys)
-    keys, ordered = keys[order], bits[order]  # compared values are contiguous
+    keys, ordered = keys[order], bits[order]  # makes compared values contiguous
     lows, highs = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     step = 1
     alive = np.flatnonzero(keys[1:] == keys[:-1])

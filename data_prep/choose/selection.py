@@ -3,8 +3,8 @@
 Invariants: classes keep their fractions; the number of samples is exact; selections of one seed are
 nested, as scaling-law runs need.
 
-Both follow from one ranking: every prefix is a selection. Each class has a seeded order, and its
-sample r of n has the priority (r + 1/2) / n. Taking the k smallest is the Sainte-Laguë
+All three follow from one ranking: every prefix is a selection. Each class has a seeded order, and
+its sample r of n has the priority (r + 1/2) / n. Taking the k smallest is the Sainte-Laguë
 apportionment: it rounds each class to the nearest integer. Unlike largest remainders, a larger k
 never removes a sample.
 """
@@ -49,8 +49,8 @@ def _ranks(labels: Ids, positions: Ids, *, seed: int) -> tuple[Ids, Ids, Ids]:
 
 
 def _draws(count: int, *, seed: int, stream: int) -> NDArray[np.uint64]:
-    """Return raw random words. numpy does not promise equal permutations in all versions, but equal
-    raw words."""
+    """Return raw random words. numpy promises equal raw words in all versions, but not equal
+    permutations."""
     return np.asarray(
         np.random.Philox(np.random.SeedSequence([seed, stream])).random_raw(count), np.uint64
     )

@@ -1,9 +1,9 @@
-"""`data_prep subset`: some samples of a dataset as another dataset, without copying an image.
+"""`data_prep subset`: make a dataset of some samples of another, without copying images.
 
 The new directory has a manifest, and the index rows and paths of each shard with chosen samples.
-The tars stay in place. The manifest has paths relative to the new directory: move both datasets or
-neither. It has size and sha256 of complete tars. Channel mean and standard deviation are the
-parent's, so runs on different fractions have the same inputs.
+The tars stay in place. The manifest has paths relative to the new directory, so move both datasets
+or neither. Sizes and hashes in the manifest are of the complete tars. Channel mean and standard
+deviation are copied from the parent, so runs on different fractions have the same inputs.
 
 1. Choose the samples (selection.py). If the same call has finished, stop.
 2. Under the lock of the new directory, write indices, paths and annotations, then the manifest.
@@ -60,7 +60,7 @@ class Selection(Settings):
         names = ("fraction", "count", "per_class")
         sizes = [name for name in names if getattr(self, name) is not None]
         if len(sizes) > 1:
-            problem, fix = f"{sizes[0]} is given, too", "choose one of them"
+            problem, fix = f"cannot be combined with {sizes[0]}", "choose one of them"
             raise SettingsError(sizes[1], problem, fix, code="conflict")
         if not sizes and self.classes_file is None and not self.exclude:
             fix = "give --fraction, --count, --per-class, --classes-file or --exclude"
@@ -108,13 +108,13 @@ def subset(source: Path, out: Path, selection: Selection) -> Manifest:
     chosen = {name: _choose(parent, name, selection) for name in manifest.splits}
     for name, part in chosen.items():
         if not len(part.positions) and manifest.splits[name].num_samples:
-            problem, fix = f"no sample of {name} is left", "choose more, or exclude fewer"
+            problem, fix = f"the selection leaves no sample in {name}", "choose more samples"
             raise UserError(str(source), problem, fix, code="empty")
     if listed := parent.exclusions.paths:
         found = frozenset[str]().union(*(part.excluded for part in chosen.values()))
         if not found:
             problem = f"none of the {len(listed):,} listed paths is in {source}"
-            fix = "give a list that data_prep dedup wrote of this dataset"
+            fix = "give a list that data_prep dedup wrote for this dataset"
             raise UserError("exclude", problem, fix, code="mismatch")
         description["exclude_paths"] = {"listed": len(listed), "found": len(found)}
     with own_place(out, wait=True):
@@ -180,7 +180,8 @@ def _describe(parent: _Parent, selection: Selection) -> dict[str, object]:
 def _existing(
     out: Path, description: dict[str, object], plan_hash: str, parent: _Parent
 ) -> Manifest | None:
-    """Return the manifest of a finished subset; fail if its tars have moved."""
+    """Return the manifest of the finished subset `out`, or None if there is no manifest or the tars
+    have moved. Raise UserError if `out` has another dataset."""
     if not (out / MANIFEST_NAME).exists():
         return None
     manifest = load_manifest(out)
@@ -223,8 +224,9 @@ def _sized(
         sizes = np.bincount(labels[keep & (labels >= 0)], minlength=len(classes))
         smallest = int(sizes.argmin())
         if sizes[smallest] < selection.per_class:
-            problem = f"{classes[smallest]} has only {sizes[smallest]} in {selection.split}"
-            fix = "choose at most as many, or list the larger classes in --classes-file"
+            num_most, split = sizes[smallest], selection.split
+            problem = f"class {classes[smallest]} has only {num_most} samples in {split}"
+            fix = f"choose {num_most} or fewer, or list only larger classes in --classes-file"
             raise UserError("per-class", problem, fix, code="bad-value")
         return np.sort(per_class(labels, selection.per_class, seed=selection.seed, keep=keep))
     num_kept = int(keep.sum())
@@ -233,7 +235,7 @@ def _sized(
         count = round(selection.fraction * num_kept)
     if count > num_kept:
         problem = f"{selection.split} has only {num_kept:,} samples"
-        raise UserError("count", problem, "choose at most as many", code="bad-value")
+        raise UserError("count", problem, f"choose {num_kept} or fewer", code="bad-value")
     return np.sort(ranking(labels, seed=selection.seed, keep=keep)[:count])
 
 

@@ -1,5 +1,5 @@
 """Commands of `data_prep`: their options, output and exit codes. Other modules do the work. They
-are imported when a command runs, so help and mistakes cost nothing.
+are imported when a command runs, so that help and error messages appear at once.
 
 Every command sets `run` (options -> exit code) and `after_a_stop`, the text to print after an
 interruption or a disk error.
@@ -17,7 +17,6 @@ from data_prep.settings import S, load_settings, num_cores
 
 
 def add_verbs(verbs: Verbs) -> None:
-    """Register every command, in the order of the help."""
     from data_prep.commands import building, checking, choosing
 
     building.add_verbs(verbs)
@@ -36,8 +35,8 @@ def add_verb(
     schema: str | None = None,
     description: str | None = None,
 ) -> argparse.ArgumentParser:
-    """Add a command with the options of `SHARED` that are given. `schema`: class of its settings,
-    as module:Class."""
+    """Add a command. `shared`: groups of options in `SHARED`. `schema`: class of the command's
+    settings, as module:Class."""
     parser = verbs.add_parser(name, help=help, description=description, epilog=examples)
     parser.set_defaults(run=run, after_a_stop=after_a_stop, schema=schema)
     if schema:
@@ -48,7 +47,7 @@ def add_verb(
 
 
 def json_options(text: str) -> dict[str, Any]:
-    """Parse a JSON object. Errors do not print it, because it may be secret."""
+    """Parse a JSON object. Error messages omit the text, because it may be secret."""
     try:
         options = json.loads(text)
     except ValueError:
@@ -74,7 +73,7 @@ def directory_of(options: argparse.Namespace, dataset: Path | str | None = None)
     return local_copy(dataset or options.dataset, storage=options.storage)
 
 
-_WORKERS = "processes (default: one per core)"
+_WORKERS = "number of worker processes (default: one per core)"
 _STORAGE = (
     'options for fsspec to read URLs, such as \'{"anon": true}\' or \'{"endpoint_url": "..."}\''
 )
@@ -87,7 +86,7 @@ SHARED: dict[str, dict[str, dict[str, Any]]] = {
     },
     "config": {
         "config": {"nargs": "?", "help": "YAML file with the settings"},
-        "overrides": {"nargs": "*", "default": [], "help": "key.path=value, such as image_size=64"},
+        "overrides": {"nargs": "*", "default": [], "help": "settings, such as image_size=64"},
         "--out": {"metavar": "DIR", "help": "dataset directory (short for out=DIR)"},
     },
     "workers": {
@@ -102,8 +101,8 @@ SHARED: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def settings_of(schema: type[S], options: argparse.Namespace, shortcuts: list[str]) -> S:
-    """Return the settings from CONFIG (optional), the key.path=value words, and options that set a
-    setting."""
+    """Return the settings from CONFIG (optional), the key.path=value words, and `shortcuts`:
+    settings that options such as --source set."""
     config, overrides = options.config, list(options.overrides)
     if config is not None and "=" in config:
         config, overrides = None, [config, *overrides]

@@ -25,7 +25,7 @@ GOES_ON = "finished work is kept; the same command resumes"
 REMEDIES = {
     "empty": "copy or download them again",
     "not_held": (
-        "build from the folder that has them, or save them again with save_to_disk of datasets"
+        "build from the folder that has these files, or save the dataset again with save_to_disk"
     ),
     "truncated": "copy or download them again",
     "damaged": "copy or download them again",
@@ -44,10 +44,10 @@ REMEDIES = {
         "set label=txt for KEY.txt, label=json:FIELD for KEY.json, or label=none for images "
         "without labels"
     ),
-    "label_out_of_range": "count labels from 0; give classes_file a line for each",
+    "label_out_of_range": "count labels from 0, and write a line for each class into classes_file",
     "unknown_class": "add the names to classes_file, or remove classes_file",
 }
-"""Fix for each reason of a rejection."""
+"""Reason of a rejection -> fix."""
 
 
 def add_verbs(verbs: Verbs) -> None:
@@ -68,7 +68,7 @@ def add_verbs(verbs: Verbs) -> None:
     build.add_argument(
         "--task",
         metavar="i/n",
-        help="write only part i of n (from 0), for job arrays; afterwards run data_prep merge",
+        help="write only the shards of array task i of n (from 0); then run data_prep merge",
     )
     build.add_argument(
         "--plan",
@@ -175,7 +175,7 @@ def _build(options: argparse.Namespace) -> int:
         if options.json:
             print(json.dumps({"dataset": settings.out, "task": options.task, "shards": num_shards}))
             return OK
-        is_next = f"after the last task: data_prep merge {settings.out}"
+        is_next = f"after the last task, run data_prep merge {settings.out}"
         if "SLURM_ARRAY_JOB_ID" in os.environ:
             is_next = (
                 "the queued merge of cluster/data_prep.slurm publishes the dataset after all tasks"
@@ -225,20 +225,16 @@ def _published(publish: Callable[[], Manifest], out: Path, *, as_json: bool) -> 
         manifest, code = error.manifest, FAILED
     splits = {name: split.num_samples for name, split in manifest.splits.items()}
     if as_json:
-        counts = {
-            "read": manifest.num_read,
-            "written": manifest.num_written,
-            "rejected": manifest.num_rejected,
-        }
-        left_out = {"left_out": manifest.num_left_out}
         print(
             json.dumps(
                 {
                     "dataset": str(out),
                     "splits": splits,
                     "content_hash": manifest.content_hash,
-                    **counts,
-                    **left_out,
+                    "read": manifest.num_read,
+                    "written": manifest.num_written,
+                    "rejected": manifest.num_rejected,
+                    "left_out": manifest.num_left_out,
                 }
             )
         )
@@ -248,7 +244,7 @@ def _published(publish: Callable[[], Manifest], out: Path, *, as_json: bool) -> 
         f"{out}: {len(manifest.classes)} classes, {manifest.image_size} px {manifest.encoding},"
         f" {sizes}"
     )
-    where = f"; {out}/{REJECTED_NAME} lists them with reasons" if manifest.num_rejected else ""
+    where = f"; {out}/{REJECTED_NAME} lists the reasons" if manifest.num_rejected else ""
     print(
         f"read {manifest.num_read:,} = written {manifest.num_written:,} + rejected"
         f" {manifest.num_rejected:,}{where}"
@@ -259,14 +255,13 @@ def _published(publish: Callable[[], Manifest], out: Path, *, as_json: bool) -> 
         example = next(reject for reject in rejects if reject["reason"] == reason)
         remedy = f"; {REMEDIES[reason]}" if reason in REMEDIES else ""
         print(
-            f"most often ({count:,}): {reason}, such as {example['path']}"
+            f"most frequent reason ({count:,}): {reason}, such as {example['path']}"
             f" ({example['detail']}){remedy}"
         )
     if manifest.num_held_out and "val_fraction" in manifest.source:
-        share = f"{manifest.source['val_fraction']:g} of each class, at least one of two"
         print(
-            f"held out as val: {splits['val']:,} (source.val_fraction: {share}); set "
-            "source.val_fraction=0 to train on all of them"
+            f"held out as val: {splits['val']:,} (source.val_fraction="
+            f"{manifest.source['val_fraction']:g}; set 0 to train on all images)"
         )
     if manifest.num_left_out:
         print(f"skipped without reading: {counted(manifest.num_left_out)}")

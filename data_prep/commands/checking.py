@@ -28,7 +28,7 @@ def add_verbs(verbs: Verbs) -> None:
         help=words,
         **how("verify"),
     )
-    words = "print classes, channel statistics, image sizes and rejects of a dataset"
+    words = "print classes, channel statistics, image sizes and rejected inputs of a dataset"
     stats = add_verb(
         verbs, "stats", _stats, "dataset", "workers", "storage", "json", help=words, **how("stats")
     )
@@ -68,7 +68,7 @@ def _push(options: argparse.Namespace) -> int:
     from data_prep.push import push
 
     manifest = push(options.dataset, options.url, storage=options.storage)
-    print(f"{options.url}: {manifest.num_written:,} samples")
+    print(f"{options.url}: uploaded {manifest.num_written:,} samples")
     return OK
 
 
@@ -77,12 +77,12 @@ def _verify(options: argparse.Namespace) -> int:
 
     found = verify(directory_of(options), num_workers=options.workers, storage=options.storage)
     if options.json:
-        counts = {"samples": found.manifest.num_written, "num_faults": found.num_faults}
         print(
             json.dumps(
                 {
                     "dataset": str(options.dataset),
-                    **counts,
+                    "samples": found.manifest.num_written,
+                    "num_faults": found.num_faults,
                     "faults": found.faults,
                     "notes": found.notes,
                 }
@@ -94,7 +94,7 @@ def _verify(options: argparse.Namespace) -> int:
     if found.num_faults > MAX_PRINTED:
         print(f"... and {found.num_faults - MAX_PRINTED:,} more")
     if not found.num_faults:
-        print(f"{options.dataset}: {found.manifest.num_written:,} samples, all as in the manifest")
+        print(f"{options.dataset}: {found.manifest.num_written:,} samples match the manifest")
     for note in found.notes:
         print(f"note: {note}")
     return FAILED if found.num_faults else OK

@@ -13,11 +13,11 @@ from data_prep.settings import validate
 
 NEAR = 6
 MANY = 0.05
-"""Fraction of a split. Dropping more prints a warning."""
+"""Fraction of a split above which `dedup` warns that its list drops many samples."""
 
 
 def add_verbs(verbs: Verbs) -> None:
-    words = "make another dataset of some samples without copying an image"
+    words = "make a dataset of some samples of another, without copying images"
     examples = "data_prep subset data/mine --out data/mine-tenth --fraction 0.1"
     after_a_stop = "nothing was published; run the same command again"
     subset = add_verb(
@@ -71,14 +71,14 @@ def add_verbs(verbs: Verbs) -> None:
         "json",
         help="list images that occur more than once, also across datasets",
         examples="data_prep dedup data/mine --against data/others --out duplicates.jsonl",
-        after_a_stop="no list was written; with --hashes the next run continues",
+        after_a_stop="no list was written; with --hashes, finished hashes are reused",
         description=(
             "List images that occur more than once: with equal pixels, or encoded again, resized "
             "or cropped a little. Mirrored and rotated copies are not found. Line art, text in "
             "one color and images of nearly one color are compared only by pixels."
         ),
     )
-    words = "dataset that keeps all samples; repeatable"
+    words = "other dataset to compare with, which keeps all samples; repeatable"
     dedup.add_argument(
         "--against", type=place, action="append", default=[], metavar="DIR", help=words
     )
@@ -109,14 +109,14 @@ def _subset(options: argparse.Namespace) -> int:
     splits = {name: split.num_samples for name, split in manifest.splits.items()}
     excluded = manifest.source.get("exclude_paths")
     if options.json:
-        more = {"left_out": manifest.num_left_out, "exclude_paths": excluded}
         print(
             json.dumps(
                 {
                     "dataset": str(options.out),
                     "splits": splits,
                     "content_hash": manifest.content_hash,
-                    **more,
+                    "left_out": manifest.num_left_out,
+                    "exclude_paths": excluded,
                 }
             )
         )
@@ -160,7 +160,7 @@ def _dedup(options: argparse.Namespace) -> int:
             less = "" if options.exact else " A smaller --max-hamming, or --exact, drops less."
             print(
                 f"data_prep: the list drops {num_lost / (part.stop - part.start):.1%} of "
-                f"{part.split}. Look at some pairs in it before you use it.{less}",
+                f"{part.split}. Check some of its pairs before you use it.{less}",
                 file=sys.stderr,
             )
     if options.out is not None:

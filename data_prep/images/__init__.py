@@ -4,9 +4,9 @@ An unusable image raises Rejection. Downscaling is antialiased with PIL's bicubi
 filter, or OpenCV's INTER_AREA, which FFCV used for the images of the public checkpoints.
 
 Drafts (JPEGs decoded at reduced size, `ImageSpec.draft`) save a quarter of the time for a JPEG of
-400 pixels. Tests bound their difference from full decoding, in levels of 255. Photographs: at most
-1 in the mean, 6 anywhere. White noise: 3 in the mean. Stripes and checkerboards of full contrast, a
-few pixels wide: 10 in the mean. Set draft=false to train on such textures.
+400 pixels. In tests, drafts of photographs differ from full decoding by at most 1 level (of 255)
+in the mean and 6 at any pixel. White noise differs by at most 3 in the mean, and stripes or
+checkerboards of full contrast, a few pixels wide, by 10. Set draft=false for such textures.
 """
 
 from dataclasses import dataclass
@@ -60,8 +60,8 @@ class ImageSpec(Settings):
     """Filter for resizing. area is OpenCV's INTER_AREA, as in FFCV; it is slower, because JPEGs are
     always decoded at full size."""
     encoding: Encoding = "raw"
-    """File format. raw: binary PPM, the fastest to read. jpeg: compress again. keep: store the
-    input's bytes after a check. Transparent pixels become white; with keep, they become white when
+    """File format. raw: binary PPM, the fastest to read. jpeg: encode as JPEG. keep: check the
+    input and store its bytes. Transparent pixels become white; with keep, they become white when
     the image is read."""
     jpeg_quality: int = Field(95, ge=1, le=100)
     """JPEG quality on libjpeg's scale."""
@@ -107,8 +107,8 @@ def convert(data: bytes, spec: ImageSpec) -> EncodedImage:
 
 
 def square(picture: Picture | Image.Image, spec: ImageSpec) -> Image.Image:
-    """Return the pixels that `build` stores, also for an image that PIL has opened; raise
-    Rejection."""
+    """Return the square image that `build` stores. Raise Rejection if an image that PIL has opened
+    cannot be converted to RGB."""
     picture = picture if isinstance(picture, Picture) else Picture.of(picture)
     sizes = spec.image_size, spec.crop, spec.interpolation
     if spec.interpolation == "area":  # turned before the crop: OpenCV needs integer pixels
@@ -126,7 +126,8 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, s
 def decode_square(
     data: bytes, out_HW3: NDArray[np.uint8], *, crop: CropPolicy, interpolation: Filter
 ) -> None:
-    """Decode an image into a square array, as training does; raise Rejection."""
+    """Decode an image into a square array, as training does. Raise Rejection if it cannot be
+    used."""
     if decode_plain_into(data, out_HW3):
         return
     picture, _ = decode(data)
@@ -182,7 +183,6 @@ def _opencv() -> ModuleType:
 
 
 def ppm_header(width: int, height: int) -> bytes:
-    """Return the header of a binary PPM."""
     return b"P6\n%d %d\n255\n" % (width, height)
 
 

@@ -2,8 +2,8 @@
 
 This module reads the headers, so sizes are known before decoding:
 
-- WebP: RIFF, length, WEBP, chunks. The size is of the canvas in an extended file (VP8X), otherwise
-  of the one frame (VP8 is lossy, VP8L lossless).
+- WebP: RIFF, length, WEBP, chunks. Extended files (VP8X) contain the size of the canvas, other
+  files the size of their only frame (VP8 is lossy, VP8L lossless).
 - AVIF: boxes of one image. Sequences (brand avis) are not read, because imagecodecs 2026.3 writes
   beyond its buffer for their first frame.
 - JPEG XL: a codestream, or boxes that hold it. libjxl turns the image upright.
@@ -26,8 +26,7 @@ _BITS: Final = re.compile(rb"pixi.{5}(.)", re.DOTALL)
 _QUARTERS: Final = re.compile(rb"\0\0\0\x09irot(.)", re.DOTALL)
 _MIRROR: Final = re.compile(rb"\0\0\0\x09imir(.)", re.DOTALL)
 _ORIENTATIONS: Final = {None: (1, 8, 3, 6), 0: (4, 5, 2, 7), 1: (2, 7, 4, 5)}
-"""Axis of a mirrored image (or none) -> EXIF orientation for each number of counterclockwise
-quarter turns."""
+"""Mirror axis (or None) -> EXIF orientations for 0 to 3 counterclockwise quarter turns."""
 _RATIOS: Final = ((1, 1), (1, 1), (12, 10), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))
 """Ratios of width to height in a JPEG XL header; the first is not used."""
 
@@ -55,7 +54,8 @@ class Header(NamedTuple):
 
 
 def decode_coded(data: bytes, header: Header) -> Image.Image:
-    """Decode the first frame without turning it. Raise Rejection, or the decoder's own error."""
+    """Decode the first frame without turning it. Raise Rejection or the decoder's error if it is
+    damaged."""
     import imagecodecs
 
     try:
@@ -70,7 +70,9 @@ def decode_coded(data: bytes, header: Header) -> Image.Image:
         np.empty((*header.size, 16), np.uint8)  # MemoryError: decoders do not report this cause
         raise
     if sorted(pixels_HWC.shape[:2]) != sorted(header.size):
-        raise Rejection("damaged", f"{header.size} in the header, {pixels_HWC.shape} decoded")
+        raise Rejection(
+            "damaged", f"the header says {header.size}, the pixels are {pixels_HWC.shape}"
+        )
     if pixels_HWC.dtype == np.uint16 and header.bits > 8:
         pixels_HWC = (pixels_HWC >> (header.bits - 8)).astype(np.uint8)
     if pixels_HWC.dtype != np.uint8:
@@ -84,7 +86,7 @@ def decode_coded(data: bytes, header: Header) -> Image.Image:
 def _webp(data: bytes) -> Header:
     end = 8 + int.from_bytes(data[4:8], "little")
     if end > len(data):
-        raise Rejection("truncated", f"{len(data):,} bytes of {end:,}")
+        raise Rejection("truncated", f"only {len(data):,} of {end:,} bytes")
     size, at = None, 12
     metadata: dict[str, bytes] = {}
     while at + 8 <= end:
@@ -98,7 +100,6 @@ def _webp(data: bytes) -> Header:
 
 
 def _webp_size(name: bytes, body: bytes) -> tuple[int, int] | None:
-    """Return the width and height in a chunk, if it has them."""
     if name == b"VP8X":
         return 1 + int.from_bytes(body[4:7], "little"), 1 + int.from_bytes(body[7:10], "little")
     if name == b"VP8L":  # after a byte of signature, 14 bits each
@@ -133,7 +134,7 @@ def _jxl_size(data: bytes) -> tuple[int, int]:
             stream = {b"jxlc": data[at + 8 :], b"jxlp": data[at + 12 :]}.get(name, b"")
             at += num_bytes or len(data)
     if len(stream) < 12:
-        raise Rejection("truncated", f"{len(data):,} bytes of a JPEG XL header")
+        raise Rejection("truncated", f"the file ends in its header, after {len(data):,} bytes")
     bits = int.from_bytes(stream[2:12], "little")
 
     def take(count: int) -> int:

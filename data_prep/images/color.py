@@ -1,8 +1,8 @@
 """Turn every pixel mode that Pillow opens into RGB of 8 bits, or reject the image.
 
-Transparent pixels are laid over white. The high 8 bits of deeper samples are kept. CMYK is
-multiplied out without a color profile. Integers of 32 bits and floats are rejected, because their
-files do not define white.
+Transparent pixels are laid over white. Deeper samples are reduced to their high 8 bits. CMYK is
+converted without a color profile. Integers of 32 bits and floats are rejected, because their files
+do not define white.
 """
 
 import numpy as np
@@ -43,7 +43,7 @@ def to_rgb(image: Image.Image, *, rawmode: str = "") -> Image.Image:
         raise unknown_levels(image)
     if mode in _LAYERED or (transparent is not None and mode in ("RGB", "L", "1", "P")):
         if transparent is not None and mode in ("RGB", "L"):
-            image = image.copy()  # others may hold it
+            image = image.copy()  # the caller may need the original
             image.info["transparency"] = _in_8_bits(transparent, rawmode)
         layered = image.convert("LA").convert("RGBA") if mode == "La" else image.convert("RGBA")
         white = Image.new("RGBA", layered.size, "white")
@@ -57,8 +57,8 @@ def unknown_levels(image: Image.Image) -> Rejection:
 
 
 def _in_8_bits(color: int | tuple[int, ...], rawmode: str) -> int | tuple[int, ...]:
-    """Return a transparent color with 8 bits per channel, as in Pillow's pixels. A PNG gives it in
-    its own bit depth."""
+    """Return a transparent color with 8 bits per channel, as in Pillow's pixels. PNGs store the
+    color in the bit depth of the image."""
     if isinstance(color, tuple):
         return tuple(part >> 8 for part in color) if rawmode.endswith("16B") else color
     return color * {"L;2": 85, "L;4": 17}.get(rawmode, 1)

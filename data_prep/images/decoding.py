@@ -1,13 +1,13 @@
 """Decode bytes into one RGB image, at full size or, if allowed, at 1/2, 1/4 or 1/8.
 
 The orientation tag of EXIF, or of XMP if there is no EXIF, is applied; all other metadata is
-dropped. Unreadable metadata leaves the image as it is stored. The first frame or page is used. Only
-the true format counts, never the file's name. The size in the header is checked before decoding.
+dropped. Unreadable metadata leaves the image as it is stored. The first frame or page is used. The
+content determines the format, not the file's name. The size is checked before decoding.
 
 simplejpeg and imagecodecs decode JPEG (jpeg.py). imagecodecs decodes WebP, AVIF and JPEG XL
 (codecs.py) and TIFF (tiff.py). Pillow decodes PNG, PPM, GIF and BMP, and reads the headers of JPEG
 and TIFF. Pillow-SIMD 12.1 replaces Pillow on x86-64 and lacks the fixes of Pillow 12.2 to 13.0.
-`check_tiles` therefore bounds the decoders that a file can start.
+`check_tiles` therefore limits the decoders that a file can start.
 """
 
 import io
@@ -37,7 +37,7 @@ from data_prep.images.rejection import Rejection, rejecting
 from data_prep.images.tiff import decode_tiff
 
 MAX_PIXELS: Final = 178_956_970
-"""Largest number of pixels in a header, above which Pillow suspects a decompression bomb."""
+"""Largest accepted number of pixels in a header. Pillow suspects a decompression bomb above it."""
 PIXEL_BUDGET: Final = 64_000_000
 """Default of `max_pixels`. It needs up to 1 GB of memory: 4 bytes per pixel, and copies."""
 EXTENSIONS: Final = {
@@ -48,8 +48,8 @@ EXTENSIONS: Final = {
     "TIFF": "tif",
     "PPM": "ppm",
 }
-"""File extensions of the formats that Pillow may open. Its other formats accept any bytes (TGA) or
-start programs (EPS)."""
+"""File extensions of the formats that Pillow may open. Other formats of Pillow accept any bytes
+(TGA) or start programs (EPS)."""
 PILLOW_DECODERS: Final = frozenset(("raw", "zip", "gif", "bmp_rle", "ppm", "ppm_plain"))
 """Decoders of Pillow that a file may start, for PNG, PPM, GIF and BMP."""
 
@@ -107,7 +107,6 @@ class Picture:
         return height / width if self.orientation >= _FIRST_ON_ITS_SIDE else width / height
 
     def upright(self, image: Image.Image) -> Image.Image:
-        """Return `image` as RGB, turned upright."""
         rgb = image if image.mode == "RGB" else image.convert("RGB")
         turn = _TURNS.get(self.orientation)
         return rgb if turn is None else rgb.transpose(turn)
@@ -116,8 +115,9 @@ class Picture:
 def read_picture(
     data: bytes, *, smallest_side: int | None = None, max_pixels: int = MAX_PIXELS
 ) -> Picture:
-    """Decode an image; raise Rejection. `smallest_side`: length of the shorter side after resizing,
-    which permits decoding at reduced size. `max_pixels`: limit of decoded pixels."""
+    """Decode an image. Raise Rejection if it is damaged, unsupported or too large. `smallest_side`:
+    length of the shorter side after resizing, which permits decoding at reduced size. `max_pixels`:
+    limit of decoded pixels."""
     frame, orientation = plain_frame(data), 1
     if frame is None:
         if (header := Header.of(data)) is not None:
@@ -146,7 +146,8 @@ def read_picture(
 
 
 def size_of(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Return width and height from the header; raise Rejection."""
+    """Return width and height from the header. Raise Rejection if the header is damaged or the
+    image is too large."""
     frame = plain_frame(data)
     if frame is not None:
         width, height, _ = frame
@@ -169,7 +170,7 @@ def _decode_opened(data: bytes, image: Image.Image, *, max_pixels: int) -> Pictu
 
 
 def check_tiles(image: Image.Image) -> None:
-    """Reject an image if it would start another decoder of Pillow, or has tiles outside its area.
+    """Raise Rejection if the image needs another decoder of Pillow, or has tiles outside its area.
 
     Pillow checks the tiles, too, but its sums overflow before version 12.2.
     """
@@ -190,13 +191,12 @@ def check_tiles(image: Image.Image) -> None:
 def _check_size(width: int, height: int, *, max_pixels: int = MAX_PIXELS) -> None:
     if width * height > MAX_PIXELS:
         raise Rejection(
-            "too_many_pixels",
-            f"{width} x {height}; the limit is {MAX_PIXELS:,} pixels; make it smaller",
+            "too_many_pixels", f"{width} x {height} exceeds {MAX_PIXELS:,} pixels; make it smaller"
         )
     if width * height > max_pixels:
         raise Rejection(
             "too_many_pixels",
-            f"{width} x {height}; make it smaller, or raise max_pixels ({max_pixels})",
+            f"{width} x {height} exceeds max_pixels={max_pixels}; make it smaller, or raise this",
         )
 
 
@@ -216,10 +216,10 @@ def _without_text(data: bytes) -> bytes:
 
 def _open(data: bytes) -> Image.Image:
     if not data:
-        raise Rejection("empty", "zero bytes")
+        raise Rejection("empty", "the file has no bytes")
     is_jpeg = data[:2] == b"\xff\xd8"
     if is_jpeg and ends_in_header(data):
-        raise Rejection("truncated", f"{len(data):,} bytes of a JPEG's header")
+        raise Rejection("truncated", f"the file ends in its header, after {len(data):,} bytes")
     with rejecting("not_an_image"):
         if is_jpeg:  # never an MPO: its index of further images may be damaged
             return JpegImageFile(io.BytesIO(data))

@@ -1,26 +1,26 @@
 """Decode JPEGs by libjpeg-turbo, whose warnings count as damage.
 
 Pillow needs a third more time and hides libjpeg's warnings. libjpeg-turbo decodes directly into
-PIL's four bytes per pixel. Files rejected in a test of 800 images each, baseline to progressive
-CMYK, with Pillow's number in parentheses:
+PIL's four bytes per pixel. Numbers of rejected files in tests of 800 images, from baseline to
+progressive CMYK (in parentheses: numbers of Pillow):
 
 - 20 bytes scrambled: 544 (60)
 - one bit flipped: 174 (9)
-- cut: all (all)
+- truncated: all (all)
 - harmless changes (4,800 images): none
 
-A JPEG that ends before its end marker is `truncated`, or `no_end_marker` if all pixels are there.
-Any other fault of the pixels is `damaged`, in the decoder's words. Examples are a bad Huffman code,
-an unsupported or misplaced marker in a scan, and stray bytes within or after entropy-coded data.
-Harmless are stray bytes between header segments, 0x00 or 0xFF before the end, variants of the Adobe
-and JFIF segments, and all metadata. A decoder reports only its first warning. If this is harmless,
-its cause is removed and the JPEG is decoded again. imagecodecs decodes JPEGs of rare subsampling;
-it reports no warnings, so their markers are checked. Pillow decodes no JPEG.
+A JPEG that ends before its end marker is `truncated`, or `no_end_marker` if no pixels are missing.
+Any other fault of the pixels is `damaged`, with the decoder's message. Examples are a bad Huffman
+code, an unsupported or misplaced marker in a scan, and stray bytes within or after entropy-coded
+data. Stray bytes between header segments, 0x00 or 0xFF before the end, variants of the Adobe and
+JFIF segments, and all metadata are harmless. A decoder reports only its first warning. If that
+warning is harmless, its cause is removed and the JPEG is decoded again. imagecodecs decodes JPEGs
+of rare subsampling; it reports no warnings, so `check_markers` does. Pillow decodes no JPEG.
 
 A JPEG of `crop=full` stores its original shape as a pixel density in its first segment.
 
 Drafts: a JPEG may be decoded at 1/2, 1/4 or 1/8 if both sides stay at least `DRAFT_MARGINS` times
-the later size. `images/__init__.py` states the effect.
+the final size. `images/__init__.py` states the effect.
 """
 
 import io
@@ -66,7 +66,7 @@ _UNKNOWN_SUBSAMPLING: Final = "Could not determine subsampling"
 
 
 class Frame(NamedTuple):
-    """The frame in a JPEG's header."""
+    """Size and number of channels in a JPEG's header."""
 
     width: int
     height: int
@@ -74,7 +74,7 @@ class Frame(NamedTuple):
 
 
 def draft_scale(width: int, height: int, smallest_side: int | None) -> int:
-    """Return the smallest scale (1/2, 1/4, 1/8) that keeps its margin, or 1."""
+    """Return the largest divisor of the size (8, 4 or 2) that keeps its margin, or 1."""
     if smallest_side is not None:
         for scale, margin in DRAFT_MARGINS.items():
             if min(width, height) >= scale * margin * smallest_side:
@@ -83,8 +83,8 @@ def draft_scale(width: int, height: int, smallest_side: int | None) -> int:
 
 
 def decode_jpeg(data: bytes, frame: Frame, *, scale: int) -> Image.Image | None:
-    """Decode a JPEG to PIL's mode RGBX or CMYK; return None if TurboJPEG does not support it; raise
-    Rejection."""
+    """Decode a JPEG to PIL's mode RGBX or CMYK. Return None if TurboJPEG does not support it; raise
+    Rejection if it is damaged."""
     height, width = -(-frame.height // scale), -(-frame.width // scale)
     mode = "CMYK" if frame.num_channels == 4 else "RGBX"
     pixels_HW4 = _decoded(
@@ -119,7 +119,7 @@ def _image_of(
 ) -> Image.Image:
     if pixels_HWC.shape != (*size[::-1], len(mode)):
         raise Rejection(
-            "damaged", f"{frame.width} x {frame.height} in the header, {pixels_HWC.shape} decoded"
+            "damaged", f"the header says {frame[:2]}, the pixels are {pixels_HWC.shape}"
         )
     # files contain CMYK as Adobe writes it, inverted
     raw_mode = "CMYK;I" if mode == "CMYK" else mode
@@ -127,8 +127,8 @@ def _image_of(
 
 
 def decode_plain_into(data: bytes, out_HW3: NDArray[np.uint8]) -> bool:
-    """Decode a plain JPEG (see `plain_frame`) of exactly the size of the buffer; return False for
-    any other."""
+    """Decode a plain JPEG (see `plain_frame`) that has the size of the buffer. Return False for any
+    other JPEG."""
     frame = plain_frame(data)
     height, width, _ = out_HW3.shape
     if frame is None or frame[:2] != (width, height):
@@ -173,15 +173,16 @@ def encode_jpeg(image: Image.Image, *, quality: int, aspect: float = 1.0) -> byt
 
 
 def aspects_of(content: NDArray[np.uint8], starts_B: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the aspects that `encode_jpeg` has stored, for the JPEGs that start at these positions
-    of `content`."""
+    """Return the original width / height of JPEGs, as `encode_jpeg` has stored it. `starts_B`:
+    positions of the JPEGs in `content`."""
     bytes_B4 = content[starts_B[:, None] + np.arange(_DENSITY_AT, _DENSITY_AT + 4)]
     across_B, down_B = bytes_B4.view(">u2").astype(np.float64).T
     return np.asarray(down_B / np.maximum(across_B, 1))
 
 
 def check_markers(data: bytes) -> None:
-    """Reject misplaced markers, which the decoder of imagecodecs accepts silently."""
+    """Raise Rejection for misplaced markers, because the decoder of imagecodecs accepts them
+    silently."""
     num_restarts, is_scan = 0, False
     for marker, _, _ in _segments(data):
         if marker == _END_OF_IMAGE:
@@ -212,7 +213,7 @@ def _decoded(
         and int(extraneous[2], 16) == _END_OF_IMAGE
         and _is_padded(data, int(extraneous[1]))
     ):
-        # no other warning: the first one came with the last marker
+        # the first warning was at the last marker, so it is the only one
         return _decoded(data, num_channels, is_tidied=True, **options | {"strict": False})
     if not is_tidied and (
         extraneous is not None or any(known in words for known in _OF_THE_HEADER)
@@ -261,7 +262,6 @@ def _is_one_scan(data: bytes, num_channels: int) -> bool:
 
 
 def _is_padded(data: bytes, num_bytes: int) -> bool:
-    """Return True if the bytes before the end marker are padding."""
     end = next(
         (start for marker, start, _ in _segments(data) if marker == _END_OF_IMAGE), len(data)
     )

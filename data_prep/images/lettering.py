@@ -1,7 +1,8 @@
 """Draw names in any script with the fonts of the system.
 
 DejaVu Sans comes with matplotlib (Latin, Greek, Cyrillic, Arabic, Hebrew). Debian's
-`fonts-noto-cjk` has Chinese, Japanese and Korean. A letter without a font is drawn as its number.
+`fonts-noto-cjk` has Chinese, Japanese and Korean. A letter without a font is drawn as its code
+point.
 """
 
 import unicodedata
@@ -56,7 +57,6 @@ def _characters_of(family: str) -> frozenset[str]:
 
 @cache
 def _upright() -> list[str]:
-    """Return the font families with an upright style of normal weight."""
     from matplotlib.font_manager import findSystemFonts, fontManager
 
     known = {entry.fname for entry in fontManager.ttflist}

@@ -1,6 +1,8 @@
-"""Rejections: the only error of an input that does not become a sample, except machine errors.
+"""`Rejection`: the error for an input that cannot become a sample. Faults of the machine are other
+errors.
 
-The text of a rejection depends only on the input's bytes: rejected.jsonl is the same in every run.
+The text of a rejection depends only on the input's bytes, so rejected.jsonl is the same in every
+run.
 """
 
 import re
@@ -26,19 +28,17 @@ class Rejection(Exception):  # noqa: N818 (a rejection is an expected outcome, n
 
 @contextmanager
 def naming(picture: str) -> Iterator[None]:
-    """Raise an error that names the image if memory runs out."""
+    """Turn a MemoryError into an error that names the image."""
     try:
         yield
     except MemoryError:
         fix = "lower max_pixels or num_workers, or give the process more memory"
-        raise UserError(
-            picture, "memory ran out while it was decoded", fix, code="no-space"
-        ) from None
+        raise UserError(picture, "memory ran out during decoding", fix, code="no-space") from None
 
 
 @contextmanager
 def rejecting(reason: str) -> Iterator[None]:
-    """Turn exceptions about the bytes into a rejection."""
+    """Turn exceptions that the input's bytes cause into a Rejection."""
     try:
         yield
     except (Rejection, MemoryError, ImportError):

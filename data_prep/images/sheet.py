@@ -38,7 +38,9 @@ def check_out(path: Path) -> None:
         problem = f"{path} cannot be written ({error.strerror})"
         raise UserError("out", problem, "choose another file", code="unreadable") from None
     if not is_png:
-        raise UserError("out", f"{path} is no PNG", "choose another file", code="exists")
+        raise UserError(
+            "out", f"{path} exists and is not a PNG", "choose another file", code="exists"
+        )
 
 
 def save_sheet(sheet: Image.Image, path: Path) -> None:
@@ -53,7 +55,7 @@ def draw_sheet(cells: list[LabeledPicture], *, title: str, facts: str) -> Image.
     side = size * max(1, -(-CELL // size))
     columns = min(len(cells), max(4, min(10, round(len(cells) ** 0.5 * 1.2))))
     rows = -(-len(cells) // columns)
-    families([title, facts, *(cell.label for cell in cells)])  # one search for all
+    families([title, facts, *(cell.label for cell in cells)])  # searches fonts once for all letters
     head, body = Letters(22), Letters(13)
     label_height = LABEL + LINE * max(cell.label.count("\n") for cell in cells)
     width = 2 * MARGIN + columns * side + (columns - 1) * GAP
@@ -74,7 +76,6 @@ def draw_sheet(cells: list[LabeledPicture], *, title: str, facts: str) -> Image.
 
 
 def shortened(text: str, font: Letters, *, width: float) -> str:
-    """Return the text, shortened in the middle until it fits."""
     if font.getlength(text) <= width:
         return text
     cut = (short(text, length=length) for length in range(len(text), 2, -1))

@@ -31,7 +31,7 @@ def decode_tiff(data: bytes, image: TiffImageFile) -> Image.Image:
     ):
         for end in map(add, tags.get(offsets, ()), tags.get(lengths, ())):
             if end > len(data):  # libtiff leaves holes in some images
-                raise Rejection("truncated", f"{len(data):,} bytes of {end:,}")
+                raise Rejection("truncated", f"only {len(data):,} of {end:,} bytes")
     size, photometric = (tags[Tiff.IMAGEWIDTH], tags[Tiff.IMAGELENGTH]), tags[262]
     count, bits = tags.get(Tiff.SAMPLESPERPIXEL, 1), max(tags.get(Tiff.BITSPERSAMPLE, (1,)))
     if tags.get(Tiff.COMPRESSION) == _JPEG or photometric in (_CMYK, _YCBCR):
@@ -42,7 +42,7 @@ def decode_tiff(data: bytes, image: TiffImageFile) -> Image.Image:
         rgba = np.zeros((size[1], size[0], 4), np.uint8)
         rgb = np.atleast_3d(imagecodecs.tiff_decode(data, out=rgba))
         if rgb.shape[1::-1] != size:
-            raise Rejection("damaged", f"{size} in the header, {rgb.shape} decoded")
+            raise Rejection("damaged", f"the header says {size}, the pixels are {rgb.shape}")
         orientation = tags.get(274, 1)  # libtiff applies their flips, but no transposition
         rgb = rgb[:, ::-1] if orientation in (2, 3, 6, 7) else rgb
         rgb = rgb[::-1] if orientation in (3, 4, 7, 8) else rgb
@@ -50,7 +50,7 @@ def decode_tiff(data: bytes, image: TiffImageFile) -> Image.Image:
         return Image.frombytes(mode, size, rgb.tobytes())
     if mode not in MODES:
         raise unknown_levels(image)
-    # an array of this size limits the memory, whatever another directory of the file says
+    # this array limits the memory, even if another page of the file is larger
     kind = bool if bits == 1 else np.uint8 if bits <= 8 else np.uint16
     is_separate = count > 1 and tags.get(Tiff.PLANAR_CONFIGURATION) == _SEPARATE
     shape = [size[1], size[0], count] if count > 1 else [size[1], size[0]]

@@ -1,1 +1,1 @@
-"""Make an index of shards of others: list shards, fetch them, read their samples."""
+"""Index existing WebDataset shards: list shards, fetch them, read their samples."""

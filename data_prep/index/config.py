@@ -55,8 +55,8 @@ class IndexSettings(Settings):
     KEY.txt. `json:FIELD.SUBFIELD`: integer or class name in this field of KEY.json. `none`: no
     label."""
     classes_file: str | None = Field(None, examples=["classes.txt"])
-    """Text file with one class name per line, class 0 first. Default: numbers, or the sorted names
-    that occur as labels."""
+    """Text file with one class name per line, class 0 first. Default: the sorted names that occur
+    as labels; numbers, if labels are numbers."""
     image_member: str | None = Field(None, examples=["rgb.png"])
     """File extension of the image's tar member, if a sample has several images."""
     check: Literal["decode", "header"] = "decode"
@@ -80,7 +80,7 @@ class IndexSettings(Settings):
             if not re.fullmatch(r"[A-Za-z0-9_]+", name):
                 raise UserError(
                     "splits",
-                    f"{name!r} is not a valid name",
+                    f"{name!r} is not a valid split name",
                     "use letters, digits and _",
                     code="bad-value",
                 )

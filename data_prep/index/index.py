@@ -1,4 +1,4 @@
-"""`data_prep index`: make a dataset of shards that others have written, and leave them unchanged.
+"""`data_prep index`: make a dataset of existing shards, and leave the shards unchanged.
 
 Steps, under the lock of OUT, after `claim` has marked OUT as a dataset of data_prep:
 
@@ -7,10 +7,10 @@ Steps, under the lock of OUT, after `claim` has marked OUT as a dataset of data_
    missing shards are found at once;
 3. if the manifest exists, check that shards of another version still have the same content;
 4. read every shard without a record of its version (samples.py). A remote shard is copied into an
-   unnamed temporary file in OUT/PARTS. This writes OUT/PARTS/NAME.npy, OUT/NAME.paths and then the
-   record;
-5. number the classes: words get their rank in sorted order. Write OUT/NAME.npy of every shard,
-   rejected.jsonl, versions.json and manifest.json, then remove the parts.
+   unnamed temporary file in OUT/PARTS. Each shard gets OUT/PARTS/NAME.npy, OUT/NAME.paths and
+   then its record;
+5. number the classes: class names get their rank in sorted order. Write OUT/NAME.npy of every
+   shard, rejected.jsonl, versions.json and manifest.json, then remove OUT/PARTS.
 
 Shards are named SPLIT-NUMBER in sorted order. The plan's hash depends on config and contents, not
 on locations. Shards on disk, on a web server or in s3 therefore give the same dataset, except for
@@ -59,7 +59,7 @@ VERSIONS_NAME = "versions.json"
 
 
 class StockRecord(Settings):
-    """Facts of a shard before the class numbers are known. See samples.py for its labels."""
+    """Facts of a shard before the class numbers are known. samples.py describes its labels."""
 
     plan_hash: str
     stamp: str | None
@@ -121,13 +121,11 @@ def _plan(settings: IndexSettings, shards: list[StockShard]) -> IndexPlan:
 
 
 def described(settings: IndexSettings) -> dict[str, Any]:
-    """Return the settings that determine how the shards are read."""
     included = {"label", "image_member", "check"}
     return {"kind": "index", **settings.model_dump(mode="json", include=included)}
 
 
 def finished_plan_hash(plan: IndexPlan, shards: list[StockShard], stored: list[Shard]) -> str:
-    """Return the hash of the config and of the contents of all shards."""
     contents = [
         [mine.title, shard.name, shard.sha256] for mine, shard in zip(shards, stored, strict=True)
     ]
@@ -196,8 +194,8 @@ def hash_of(plan: IndexPlan, shard: StockShard) -> str:
 
 
 def _known(shard: StockShard, plan: IndexPlan) -> StockRecord | None:
-    """Return the record that an interrupted index has written for this shard, if shard and record
-    are unchanged."""
+    """Return the record that an interrupted index has written for this shard, or None if the shard
+    or the record has changed."""
     try:
         found = read_record(plan.directory, shard.name, StockRecord)
         rows_path = plan.directory / PARTS / f"{shard.name}.npy"
@@ -287,14 +285,14 @@ def publish(plan: IndexPlan, shards: list[StockShard], found: list[StockRecord])
     save_manifest(plan.directory, manifest)
     if not is_raw and len(raw_sizes) == 1 and None not in raw_sizes:
         size = raw_sizes.pop()
-        _report(f"all images are raw, {size} px; image_size={size} would read them faster")
+        _report(f"all images are raw, {size} px; set image_size={size} to read them faster")
     pairs = zip(shards, found, strict=True)
     cut = [(shard.place, part.goes_on_at) for shard, part in pairs if part.goes_on_at]
     if cut:
         place, at = cut[0]
         _report(
             f"{len(cut):,} of {len(shards):,} shards have data after their end mark ({place} at "
-            f"byte {at:,}), as cat makes them. These data were not read; write one tar"
+            f"byte {at:,}), as if joined by cat. The data were not read; write one tar"
         )
     return manifest
 
@@ -329,13 +327,14 @@ def _refuse_empty_or_mixed(
 def _with_classes(
     plan: IndexPlan, found: list[StockRecord]
 ) -> tuple[tuple[str, ...], list[ShardRecord]]:
-    """Return the classes and the records, after writing each index with the class numbers."""
+    """Write each shard's index with class numbers. Return the class names and the shards'
+    records."""
     words = sorted({word for part in found for word in part.names})
     if len(words) > MAX_CLASSES:
         raise UserError(
             "label",
             f"{plan.settings.label} has {len(words):,} different values",
-            "choose the field of the class",
+            "choose the field that contains the class",
             code="bad-value",
         )
     number_of = {word: number for number, word in enumerate(words)}

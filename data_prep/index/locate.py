@@ -2,8 +2,8 @@
 
     a/{000..146}.tar, a/*.tar, https://host/{train,val}-{0..9}.tar, s3://bucket/*.tar
 
-Braces are expanded as in a shell, before any look-up. `*`, `?` and `[...]` need a place that can
-list its files; web servers cannot. Names are sorted: the same files give the same dataset.
+Braces are expanded as in a shell, before any look-up. `*`, `?` and `[...]` need a disk or a bucket,
+because web servers list no files. Names are sorted, so the same files give the same dataset.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ from data_prep.remote import Version
 MAX_SHARDS = 1_000_000
 _RANGE = re.compile(r"{(-?\d+)\.\.(-?\d+)")
 _REMEDY = (
-    "manifests are public: give the secret through storage ({params: {NAME: VALUE}} for http), "
-    "~/.netrc or AWS_*; index signed URLs as s3://, or copy the shards"
+    "manifests are public, so give the secret through storage ({params: {NAME: VALUE}} for http), "
+    "~/.netrc or AWS_*. Instead of signed URLs, use s3:// or copies of the shards"
 )
 NUM_QUESTIONS = 8
 """Number of parallel requests to servers."""
@@ -49,7 +49,7 @@ class StockShard:
     file: str
     """Path of the shard in the manifest: relative to the dataset directory, or a URL."""
     title: str
-    """Name of the shard in the paths of samples, with as many folders as needed to be unique."""
+    """Path of the shard in sample paths: its file name, with folders if the name is not unique."""
 
     @property
     def is_remote(self) -> bool:
@@ -128,8 +128,8 @@ def versions_of(shards: list[StockShard], settings: IndexSettings) -> dict[str, 
 def opened(
     shard: StockShard, directory: Path, settings: IndexSettings
 ) -> Iterator[tuple[Path, Version]]:
-    """Yield a local file with the shard's content, and its version. Raise an error if the shard
-    changes meanwhile."""
+    """Yield a local file with the shard's content, and its version. Raise UserError if the shard
+    changes before the block ends."""
     if shard.is_remote:
         with remote.nameless_copy(
             shard.place,
@@ -153,7 +153,7 @@ def opened(
 def _file(place: str, directory: Path) -> str:
     if "://" in place:
         return place
-    # keep a link in the last part; a relative path starts at the true directory
+    # keep a link in the file name; a relative path starts at the true directory
     real = Path(place).parent.resolve() / Path(place).name
     return os.path.relpath(real, directory.resolve())
 
@@ -257,7 +257,7 @@ def _listed(url: str, storage: dict[str, Any]) -> list[str]:
         return [url]
     found = remote.listing(url, storage=storage)
     if not found:
-        raise UserError(url, "no object has such a name", "correct the URL", code="missing-path")
+        raise UserError(url, "no object matches", "correct the URL", code="missing-path")
     return found
 
 

@@ -1,10 +1,9 @@
-"""Read a stock WebDataset shard: gather members into samples, then check every sample.
+"""Read a WebDataset shard of another program: gather members into samples, check every sample.
 
 One pass over the headers gathers members by webdataset's rule: the key is the path up to the first
 dot of the file name. A second pass gives every sample a row of the index, or a reason for
-rejection. Members are bytes: images are decoded, labels are digits or JSON, and other members are
-not opened (webdataset would unpickle `.pyd`). Invariant: every key is a row or a line of
-`rejected`.
+rejection. Images are decoded, labels are parsed, and other members are not opened (webdataset would
+unpickle `.pyd`). Invariant: every key is in `rows` or in `rejected`.
 """
 
 import hashlib
@@ -71,7 +70,6 @@ class IndexPlan:
     hash: str = ""
     """Hash of the config and the list of shards."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that determine the index."""
 
     @cached_property
     def numbers(self) -> dict[str, int] | None:
@@ -105,7 +103,7 @@ class Contents:
     rejected: list[Rejected] = field(default_factory=list)
     num_without_key: int = 0
     goes_on_at: int | None = None
-    """Offset of data after the end mark, which is not read."""
+    """Offset of unread data after the tar's end mark."""
     names: dict[str, int] = field(default_factory=dict)
     """Labels that are words, numbered in the order of occurrence; `rows` has these numbers."""
     has_numbers: bool = False
@@ -121,8 +119,8 @@ class Contents:
 
 
 def read_shard(path: Path, plan: IndexPlan, *, name: str) -> Contents:
-    """Return the index of the shard. `name`: name of the shard in the paths of samples. Raise
-    TarError if the tar is damaged."""
+    """Return the rows, rejections and statistics of a shard. `name`: name of the shard in the paths
+    of samples. Raise TarError if the tar is damaged."""
     found = Contents()
     samples = gather(path, found)
     chosen = _for_statistics(len(samples), plan, name)
@@ -148,9 +146,8 @@ def read_shard(path: Path, plan: IndexPlan, *, name: str) -> Contents:
     reasons = {each.reason for each in found.rejected}
     if not found.rows and plan.settings.max_reject_fraction < 1 and reasons == {"no_label"}:
         first = found.rejected[0]
-        raise UserError(
-            "label", f"{first.path}: {first.detail}", "set label to it", code="missing-value"
-        )
+        problem, _, fix = f"{first.path}: {first.detail}".partition("; set ")
+        raise UserError("label", problem, f"set {fix or 'another label'}", code="missing-value")
     found.raw_size = _raw_size(found.rows, sizes)
     return found
 
@@ -217,7 +214,7 @@ def _label(descriptor: int, sample: StockSample, plan: IndexPlan) -> int | str:
             "no_label", f"no member ends in .{wanted}; {_where_else(descriptor, sample)}"
         )
     if member.num_bytes > MAX_LABEL_BYTES:
-        raise Rejection("bad_label", f"{member.num_bytes:,} bytes")
+        raise Rejection("bad_label", f"it has {member.num_bytes:,} bytes")
     return label_of(_read(descriptor, member), plan.settings.label, classes=plan.numbers)
 
 
@@ -234,15 +231,16 @@ def _where_else(descriptor: int, sample: StockSample) -> str:
         keys = [key for key, value in fields if isinstance(value, int | str)]
         usual = [key for name in LIKELY for key in keys if key.lower() == name]
         if usual or (keys and "txt" not in small):
-            return f"found .json with keys {', '.join(keys)}: label=json:{[*usual, *keys][0]}"
+            return f"found .json with keys {', '.join(keys)}; set label=json:{[*usual, *keys][0]}"
     if "txt" in small:
-        return f"found .txt ({small['txt'][:40].decode(errors='replace').strip()}): label=txt"
+        return f"found .txt ({small['txt'][:40].decode(errors='replace').strip()}); set label=txt"
     suffixes = " ".join(f".{printable(suffix)}" for suffix, _ in sample.members)
-    return f"found {suffixes}; label=none reads images without labels"[:200]
+    return f"found {suffixes}; set label=none to read images without labels"[:200]
 
 
 def _look(data: bytes, plan: IndexPlan, found: Contents, *, decoded: bool) -> int | None:
-    """Return the size of a raw image, None for other formats; raise Rejection."""
+    """Check an image. Return its size if it is raw, else None. Raise Rejection if it cannot be
+    used. `decoded`: decode it, and add it to the channel statistics."""
     settings = plan.settings
     if decoded:
         image, _ = decode(data, max_pixels=settings.max_pixels)
@@ -262,8 +260,8 @@ def _look(data: bytes, plan: IndexPlan, found: Contents, *, decoded: bool) -> in
 
 
 def _raw_size(rows: list[IndexRow], sizes: set[int | None]) -> int | None:
-    """Return the images' size if the shard can be read as an array: all images have one size and
-    one distance."""
+    """Return the images' size if all have the same size and the same distance in the tar, else
+    None. The shard can then be read as an array."""
     if not rows or len(sizes) != 1 or None in sizes or len({row.num_bytes for row in rows}) != 1:
         return None
     stride = BLOCK * (3 + -(-rows[0].num_bytes // BLOCK))
@@ -302,8 +300,8 @@ def _rejected(
 
 
 def label_of(data: bytes, kind: str, *, classes: dict[str, int] | None) -> int | str:
-    """Return the label as a number, or as a word if `classes` is None. `kind` is cls, txt or
-    json:FIELD.SUBFIELD. Raise Rejection."""
+    """Return the label: a number, or a word if `classes` is None. `kind` is cls, txt or
+    json:FIELD.SUBFIELD. Raise Rejection if the label is not valid."""
     value: int | str
     if kind.startswith("json:"):
         value = _field(data, kind.partition(":")[2])
@@ -333,7 +331,7 @@ def _field(data: bytes, path: str) -> int | str:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
-        raise Rejection("bad_label", "is not JSON") from None
+        raise Rejection("bad_label", "the label is not JSON") from None
     for key in path.split("."):
         if not isinstance(value, dict) or key not in value:
             has = f"; it has {', '.join(value)}"[:200] if isinstance(value, dict) else ""

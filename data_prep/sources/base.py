@@ -1,9 +1,9 @@
 """The interface of an archive layout: a `Source`.
 
-A source is a list of containers (a folder, a tar, a file of records). Each container lists its own
-entries, so processes can work in parallel. `build` sorts containers and entries. Images for
-validation are drawn with a seed and the name of their class. They depend only on the inputs of that
-class, and on equal inputs in other classes.
+A source is a list of containers (a folder, a tar, a file of records). Processes list different
+containers in parallel. `build` sorts containers and entries. Images for validation are drawn with a
+seed and the name of their class. The choice depends only on the inputs of that class, and on equal
+inputs in other classes.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ UNLABELLED = -1
 NUM_END_BYTES = 4096
 Inode = tuple[int, int]
 """Device and inode number of a file. All hard links to a file have the same."""
-_MD5 = "published: files must have the published MD5; off: only their structure is checked."
+_MD5 = "published: compare files with their published MD5. off: check only their structure."
 Md5Policy = Annotated[Literal["published", "off"], Field(description=_MD5)]
 
 
@@ -74,18 +74,20 @@ class Source(ABC):
 
     @abstractmethod
     def outline(self) -> Outline:
-        """Return classes and containers, each path once; raise SourceError."""
+        """Return the classes and the containers (folders, tars or files), each path once. Raise
+        SourceError if the source is not valid."""
 
     @abstractmethod
     def entries(self, container: Container) -> Entries:
-        """Return the entries of a container in any order; raise SourceError."""
+        """Return the entries of a container in any order. Raise SourceError if the container is
+        damaged."""
 
     @abstractmethod
     def read(self, entry: Entry) -> bytes:
         """Return the bytes of one image; raise SourceError if the archive has changed."""
 
     def files(self) -> Sequence[Path]:
-        """Return the files of all containers, if one stamp covers all of them."""
+        """Return the files of the source if all containers share one stamp, else ()."""
         return ()
 
     def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:  # noqa: ARG002
@@ -93,8 +95,8 @@ class Source(ABC):
         return changed_since(self.files(), container.stamp)
 
     def arrange(self, inventory: Inventory) -> Arrangement:
-        """Return sorted row numbers of each split. The default: a container determines the split of
-        its entries."""
+        """Return sorted row numbers of each split. Default: a container determines the split of its
+        entries."""
         return by_container(inventory)
 
     def annotations(
@@ -123,10 +125,10 @@ def move_to_val(
     firsts: NDArray[np.int64] | None = None,
 ) -> Arrangement:
     """Move a number of images, or a fraction, of every class from `train` to `val`. The random
-    choice in a class depends on its name, not on other classes. A fraction takes at least one of
-    two or more images, and none of one. Unlabeled images stay in `train`. `firsts`: for each image,
-    the position in `train` of the first byte-equal image. Only first images are counted and drawn;
-    equal images follow them."""
+    choice in a class depends on its name, not on other classes. A fraction takes at least one image
+    of a class with two or more, and none of a class with one. Unlabeled images stay in `train`.
+    `firsts`: for each image, the position in `train` of the first byte-equal image. Only first
+    images are counted and drawn; their copies follow them."""
     train = arrangement.splits["train"]
     labels, held = inventory.labels[train], np.zeros(len(train), np.bool_)
     firsts = np.arange(len(train)) if firsts is None else firsts
@@ -134,7 +136,9 @@ def move_to_val(
     counts = np.bincount(labels[drawable], minlength=len(inventory.classes))
     in_order = drawable[np.argsort(labels[drawable], kind="stable")]
     by_class = np.split(in_order, np.cumsum(counts)[:-1])
-    for name, places in zip(inventory.classes, by_class, strict=False):  # no class: one empty part
+    for name, places in zip(
+        inventory.classes, by_class, strict=False
+    ):  # no classes: one empty part
         digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
         sequence = np.random.SeedSequence([seed, int.from_bytes(digest[:8], "big")])
         drawn = np.random.Generator(np.random.Philox(sequence)).permutation(places)
@@ -169,11 +173,11 @@ def hold_out(
 
 
 def first_equals(inventory: Inventory, rows: NDArray[np.int32], root: Path) -> NDArray[np.int64]:
-    """Return for each of `rows` the position of the first row of equal bytes. Inputs are files
-    below `root`.
+    """Return, for each of `rows`, the position of the first row whose file has the same bytes.
+    Files are below `root`.
 
-    1. Read the ends of all files that share their size.
-    2. Read all bytes of files that also share their ends. Links to one file are read once.
+    1. Read the last bytes of all files of equal size.
+    2. Read files completely if their last bytes are equal, too. Links to one file are read once.
     """
     sizes, firsts = inventory.sizes[rows], np.arange(len(rows))
     _, groups, counts = np.unique(sizes, return_inverse=True, return_counts=True)

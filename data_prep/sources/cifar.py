@@ -1,6 +1,6 @@
 """CIFAR-10 and CIFAR-100, python version: the .tar.gz as downloaded, or its folder.
 
-The names of the files identify the dataset. No pickle can import or call anything.
+File names tell the two datasets apart. Unpickling cannot import or call anything.
 """
 
 import io
@@ -63,7 +63,7 @@ _VERSIONS: Final = {
 
 
 class CifarSettings(Settings):
-    """CIFAR-10 or CIFAR-100, python version, detected from the content."""
+    """CIFAR-10 or CIFAR-100, python version, detected from the file names."""
 
     kind: Literal["cifar"]
     path: str = Field(examples=["downloads/cifar-10-python.tar.gz"])
@@ -88,7 +88,7 @@ class CifarSource(RecordSource, of=CifarSettings):
         name, version = self._version()
         if self.settings.labels not in version.keys:
             problem = f"{self.path} is {name}, which has no {self.settings.labels} labels"
-            raise SourceError("source.labels", problem, "remove it", code="conflict")
+            raise SourceError("source.labels", problem, "set it to fine", code="conflict")
         names_key, labels_key = version.keys[self.settings.labels]
         with report_damage(self.path / version.meta):
             names = _unpickle(self.read_file(version.meta))[names_key]
@@ -134,8 +134,9 @@ def _text(value: bytes | str) -> str:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler for plain values and arrays of bytes. Any other global raises an error with its
-    name. No function of numpy is called, because damaged states of arrays crash numpy 2."""
+    """Unpickler for plain values and arrays of bytes. Any other class or function raises an error
+    with its name. No function of numpy is called, because damaged states of arrays crash numpy
+    2."""
 
     def find_class(self, module: str, name: str) -> Any:
         match f"{module}.{name}":
@@ -152,12 +153,10 @@ class _Unpickler(pickle.Unpickler):
 
 class _Type(str):
     def __setstate__(self, state: object) -> None:
-        """Restore the array. Its byte order is ignored, because bytes have none."""
+        """Ignore the state: it has the byte order, and bytes have none."""
 
 
 class _Array:
-    """An array as it was pickled."""
-
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, self.shape, self.type, self.is_fortran, self.data = state
 

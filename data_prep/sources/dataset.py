@@ -1,4 +1,4 @@
-"""Any dataset object with torchvision's interface: `len(d)`, and `d[i]` is (image, label).
+"""Any dataset object `d` with torchvision's interface: `len(d)`, and (image, label) as `d[i]`.
 
 The image is a PIL image, an array or a tensor, and is stored without loss. Arrays and tensors have
 uint8 or floats from 0 to 1, and channels first or last. `d.classes` names the classes. Listing
@@ -36,8 +36,8 @@ CHUNK: Final = 4096
 
 
 class DatasetSettings(Settings):
-    """Any dataset object with `len()` and `[i] -> (image, label)`, for example torchvision's. Its
-    code is imported and executed."""
+    """Any dataset object with `len()` and `[i] -> (image, label)`, for example torchvision's. The
+    object's code is imported and executed."""
 
     kind: Literal["dataset"]
     factory: str = Field(
@@ -49,7 +49,7 @@ class DatasetSettings(Settings):
     )
     """Split -> keyword arguments of the factory."""
     class_names: tuple[str, ...] | None = Field(None, examples=[["zero", "one"]])
-    """Class names (default: the object's `classes`, or numbers)."""
+    """Class names. Default: `classes` of the object; without `classes`, numbers."""
 
 
 class DatasetSource(Source, of=DatasetSettings):
@@ -109,7 +109,7 @@ class DatasetSource(Source, of=DatasetSettings):
         return count
 
     def _classes(self) -> tuple[str, ...]:
-        """Return the class names from the settings or the objects, or else numbers."""
+        """Return the class names in the settings, or else in the objects, or else numbers."""
         if self.settings.class_names is not None:
             return self.settings.class_names
         names, counts = set[tuple[str, ...]](), list[int]()
@@ -134,7 +134,7 @@ class DatasetSource(Source, of=DatasetSettings):
         return tuple(map(str, range(max(counts))))
 
     def _targets(self, split: str) -> list[int] | None:
-        """Return all labels if the object has a list of them."""
+        """Return all labels if the object has a list of them, else None."""
         made = self._object(split)
         found = getattr(made, "targets", None)
         found = getattr(made, "labels", None) if found is None else found
@@ -183,7 +183,8 @@ def _mistake(split: str, problem: str, fix: str, *, code: Code) -> SourceError:
 
 
 def encode(image: Any) -> bytes:
-    """Return a lossless image file of a PIL image, an array or a tensor; raise ValueError."""
+    """Return a lossless image file of a PIL image, an array or a tensor. Raise ValueError for other
+    shapes or values."""
     if hasattr(image, "save") and (image.mode not in ("RGB", "L") or "transparency" in image.info):
         stored = image
     else:
@@ -220,6 +221,6 @@ def _to_uint8(pixels: NDArray[Any]) -> NDArray[np.uint8]:
         return pixels.astype(np.uint8) * np.uint8(255)
     if pixels.dtype.kind == "f":
         if not (np.isfinite(pixels).all() and pixels.min() >= 0 and pixels.max() <= 1):
-            raise ValueError("floats beyond 0 to 1: take normalization out of the transform")
+            raise ValueError("floats outside 0 to 1: remove normalization from the transform")
         return np.rint(pixels.astype(np.float64) * 255).astype(np.uint8)
     raise ValueError(f"pixels of type {pixels.dtype}, not uint8 or floats from 0 to 1")

@@ -1,6 +1,6 @@
 """A folder of classes, with or without split folders above the classes; a class may have
-subfolders. Or a folder without classes and a table of labels (archives/labels.py), which is one
-container.
+subfolders. Alternatively, a folder of images with a table of labels (archives/labels.py). Such a
+folder is one container.
 
 Files without the ending or first bytes of an image are skipped and counted by their ending.
 """
@@ -51,9 +51,9 @@ class FolderSettings(Settings):
     columns: dict[Literal["file", "label", "split"], str] = Field(
         default={}, examples=[{"label": "species"}]
     )
-    """Column names in the table, by role. Set them only if they have unusual names or if several
-    columns fit: common names (`file`, `path`, `image_id`, ...; `label`, `class`, ...; `split`) are
-    found."""
+    """Column names in the table, by role. Set this only if the columns have unusual names or if
+    several columns fit. Common names (`file`, `path`, `image_id`, ...; `label`, `class`, ...;
+    `split`) are recognized."""
 
 
 class FolderSource(Source, of=FolderSettings):

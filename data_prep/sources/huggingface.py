@@ -2,7 +2,7 @@
 Parquet files, as on the hub. pyarrow reads both, without network and without copies.
 
 Arrow files are memory-mapped. To read one image of a Parquet file, its complete row group must be
-decompressed. Save a large dataset to disk first, or build it with order=listed.
+decompressed. For a large dataset, use save_to_disk first, or build with order=listed.
 """
 
 import json
@@ -45,8 +45,8 @@ class HuggingFaceSettings(Settings):
     """Folder of save_to_disk, a Parquet file, or a folder of Parquet files with splits in their
     names (train-00000.parquet)."""
     columns: dict[Role, str] = Field(default={}, examples=[{"image": "img", "label": "fine_label"}])
-    """Column names by role. Default: the only image column, and the only class column or one with a
-    usual name."""
+    """Column names by role. Default: the only image column, and the only ClassLabel column or else
+    the only column with a usual label name."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
     """Fraction of each class of `train` that becomes `val`, if there is no `val`."""
     seed: int = Field(0, ge=0)
@@ -108,12 +108,10 @@ class HuggingFaceSource(Source, of=HuggingFaceSettings):
         return self.path if self.path.is_file() else self.path / container.path.rpartition("/")[0]
 
     def _column(self, container: Container, role: Role) -> tuple[Path, Any]:
-        """Return the file of a container, and the name of its column of images or labels."""
         file, stamp = self._file(container), container.stamp
         return file, _column(file, stamp, container.offset, self._column_of(file, stamp, role))
 
     def _files(self) -> dict[str, list[Path]]:
-        """Return the files of each split."""
         found, folders = dict[str, list[Path]](), dict[str, Path]()
         if (self.path / "state.json").is_file():
             folders = {"train": self.path}
@@ -139,7 +137,6 @@ class HuggingFaceSource(Source, of=HuggingFaceSettings):
         return found
 
     def _column_of(self, file: Path, stamp: str, role: Role) -> str:
-        """Return the name of the column with the images or labels."""
         schema, given = _schema(file, stamp), self.settings.columns.get(role)
         if given is not None:
             likely = [given] if given in schema.names else []
@@ -166,7 +163,7 @@ def _class_names(columns: tuple[tuple[Path, str, str], ...]) -> tuple[str, ...]:
         for file, stamp, column in columns
     }
     if len(named) > 1:
-        fix = "build one dataset of the files of each"
+        fix = "build a dataset from each group of files"
         raise SourceError("source.path", "its files have different classes", fix, code="mismatch")
     if names := named.pop():
         return names
@@ -181,10 +178,10 @@ def _class_names(columns: tuple[tuple[Path, str, str], ...]) -> tuple[str, ...]:
     if all(isinstance(value, int) for value in found):
         most = max(found, default=-1)
         if most > MOST_CLASSES:
-            raise _no_label(f"a label is {most:,}, which is no class")
+            raise _no_label(f"a label is {most:,}, too large for a class")
         return tuple(map(str, range(most + 1)))
     if not all(isinstance(value, str) for value in found):
-        raise _no_label("some files have integers as labels, others have words")
+        raise _no_label("labels are integers in some files and words in others")
     return sorted_names(found)
 
 
@@ -194,13 +191,12 @@ def _no_label(problem: str) -> SourceError:
 
 
 def _split_of(word: str) -> str:
-    """Return train, val or test if the word means one of them."""
+    """Return train, val or test if the word means one of them, else the word as a split name."""
     match = _SPLIT.fullmatch(word)
     return match[1].lower().replace("dev", "val") if match else re.sub(r"[^A-Za-z0-9_-]", "_", word)
 
 
 def _open(file: Path) -> Any:
-    """Open a Parquet file, or a stream of Arrow batches."""
     from pyarrow import ipc, memory_map, parquet
 
     with report_damage(file, fix="save or fetch it again"):

@@ -5,7 +5,7 @@
     ILSVRC2012_devkit_t12.tar.gz  or  ILSVRC2012_devkit_t12/   if val is not in synset folders
 
 Labels are the positions of the sorted wnids. If `real` is set (real.json, from "Are we done with
-ImageNet?"), the split val gets the annotation `real`: a bit for each right class.
+ImageNet?"), the split val gets the annotation `real`: a bit for each correct class.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ class ImageNet1kSettings(Settings):
     """File real.json with the reassessed labels of `val` ("Are we done with ImageNet?")."""
     md5: Literal["devkit", "all", "off"] = "devkit"
     """Archives that are checked against their published MD5. devkit: only the development kit. all:
-    every archive, which reads 144 GB twice."""
+    every archive, so that 144 GB are read twice. off: none."""
 
 
 class ImageNet1kSource(SynsetSource, of=ImageNet1kSettings):
@@ -120,8 +120,10 @@ class ImageNet1kSource(SynsetSource, of=ImageNet1kSettings):
         numbers = [_val_number(name) for name, _, _ in rows]
         wrong = [number for number in numbers if not 1 <= number <= len(self._val_labels)]
         if wrong:
-            problem = f"{wrong[0]} is not among the {len(self._val_labels)} labels of {DEVKIT}"
-            fix = "take val and development kit of the same year"
+            problem = (
+                f"image {wrong[0]} is not among the {len(self._val_labels)} labels of {DEVKIT}"
+            )
+            fix = "use val and development kit of the same year"
             raise SourceError("source.path", problem, fix, code="mismatch")
         return Entries.of(rows, label=[self._val_labels[number - 1] for number in numbers])
 
@@ -135,7 +137,7 @@ class ImageNet1kSource(SynsetSource, of=ImageNet1kSettings):
             wanted = max(wanted, len(self._real_labels()))
         found = len(arrangement.splits.get("val", ()))
         if labels and found < wanted:
-            problem = f"val has {found:,} images, but labels of {wanted:,} are known"
+            problem = f"val has {found:,} images, but {wanted:,} labels are known"
             raise SourceError("source.path", problem, "complete the archive", code="mismatch")
         return arrangement
 
@@ -170,12 +172,13 @@ class ImageNet1kSource(SynsetSource, of=ImageNet1kSettings):
     def _real_file(self) -> Path:
         file = Path(self.settings.real or "")
         if not file.is_file():
-            problem, fix = f"{file} does not exist", "remove it, or download real.json"
+            problem, fix = f"{file} does not exist", "remove this setting, or download real.json"
             raise SourceError("source.real", problem, fix, code="missing-path")
         return file
 
     def _place(self, tar: str, folder: str) -> str:
-        """Return the path of a split in its existing form (archive or folder)."""
+        """Return the name of the archive or folder of a split. Raise SourceError if neither
+        exists."""
         path = self._present(tar, folder)
         if path is None:
             problem = f"{self.root} contains neither {tar} nor {folder}/"
@@ -201,7 +204,8 @@ def _refuse_difference(
 ) -> None:
     odd = sorted(set(found) ^ set(wanted))
     if odd:
-        problem = f"{place} has {len(found)} synsets, {other} {len(wanted)} ({odd[0]} is in one)"
+        counts = f"{place} has {len(found)} synsets, but {other} has {len(wanted)}"
+        problem = f"{counts} (only one of them has {odd[0]})"
         raise SourceError("source.path", problem, "complete the archive", code="mismatch")
 
 
@@ -224,8 +228,7 @@ class Devkit(NamedTuple):
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the contents of the needed files of the development kit, from an archive or a
-    folder."""
+    """Return the paths of the needed files: the archive itself, or two files of its folder."""
     return [path / "data" / _META, path / "data" / _TRUTH] if path.is_dir() else [path]
 
 

@@ -1,9 +1,8 @@
 """ImageNet-21k as it is downloaded (fall11 or winter21), raw or processed as by Ridnik et al. Their
-processing keeps classes with more than 500 images and makes 50 images of each `val`.
+processing keeps classes with more than 500 images and moves 50 images of each class to `val`.
 
-The published processing holds out the first 50 files in the order of a directory. This program
-draws them with a seed from the files of each class. The manifest has the seed, and `val-*.paths`
-names the files.
+The published processing takes the first 50 files in directory order. This program draws 50 files of
+each class with a seed. The manifest has the seed, and `val-*.paths` names the files.
 """
 
 from typing import Any, Literal

@@ -1,7 +1,7 @@
 """MNIST and datasets in its layout: a folder of four idx files, compressed as downloaded or not.
 
-Gray images stay gray in shards (PGM); decoding makes them RGB. MD5 sums are of the unpacked files
-of MNIST and Fashion-MNIST, and of the .gz files of KMNIST. EMNIST has none.
+Gray images stay gray in shards (PGM); decoding makes them RGB. MD5 sums are known for the unpacked
+files of MNIST and Fashion-MNIST, and for the .gz files of KMNIST, but not for EMNIST.
 """
 
 import gzip
@@ -21,7 +21,7 @@ from data_prep.sources.records import Batch, Records, RecordSource
 
 _UINT8: Final = 0x08
 _STEMS: Final = {"train": ("train",), "test": ("t10k", "test")}
-"""Prefixes of the file names of a split; EMNIST's are test."""
+"""Prefixes of file names, by split. EMNIST uses `test`."""
 
 _CLASSES: Final = {
     "mnist": tuple("0123456789"),
@@ -71,14 +71,14 @@ class MnistSettings(Settings):
     path: str = Field(examples=["downloads/mnist"])
     """Folder of the four files."""
     variant: Literal["mnist", "fashion", "kmnist", "other"] = "mnist"
-    """Dataset in the folder, which determines MD5 sums and class names. other: neither is known, as
+    """Dataset in the folder. It determines MD5 sums and class names. other: both are unknown, as
     for EMNIST."""
     prefix: str = Field("", pattern="^[a-z-]*$")
     """Prefix of all file names, such as emnist-letters-"""
     transposed: bool = False
     """Swap rows and columns of the images, for EMNIST."""
     class_names: tuple[str, ...] | None = Field(None, examples=[["zero", "one"]])
-    """Class names (default: the variant's, or numbers)."""
+    """Class names. Default: the names of the `variant`; numbers, if it is other."""
     md5: Md5Policy = "published"
 
 
@@ -114,7 +114,6 @@ class MnistSource(RecordSource, of=MnistSettings):
                     raise wrong_sum(str(path), found, published[key])
 
     def _pairs(self) -> dict[str, tuple[str, str]]:
-        """Return the names of the image and label files of each split."""
         return {
             split: (self._find(split, "images-idx3"), self._find(split, "labels-idx1"))
             for split in _STEMS

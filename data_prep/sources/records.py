@@ -1,8 +1,8 @@
-"""Archives of a few files of records, each an image and its label (CIFAR, MNIST, STL-10).
+"""Archives whose files are lists of records, each an image and its label (CIFAR, MNIST, STL-10).
 
-The archive is a folder of files, or a .tar.gz that is unpacked once into the work directory; the
-build removes it at the end. MD5 sums are checked before a listing opens any file. Every process
-parses or maps the files once. The name of an input is its number in its file of records.
+The archive is a folder of files, or a .tar.gz. A .tar.gz is unpacked once into the work directory,
+which the build removes at the end. MD5 sums are checked before a listing opens any file. Every
+process parses or memory-maps the files once. The name of an input is its number in its file.
 """
 
 import shutil
@@ -59,7 +59,6 @@ class RecordSource(Source):
     """MD5 sums of the unpacked files."""
 
     max_bytes: ClassVar[int] = MAX_BYTES
-    """Largest unpacked size of the archive, in bytes."""
 
     @abstractmethod
     def names(self) -> tuple[str, ...]:
@@ -167,5 +166,5 @@ def _loaded(
         wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
         if len(wrong) and not (labels == UNLABELLED).all():
             problem = f"has the label {labels[wrong[0]]} in record {wrong[0]}"
-            raise damaged(name, f"{problem}, and {num_classes} classes")
+            raise damaged(name, f"{problem}, but only {num_classes} classes")
     return records

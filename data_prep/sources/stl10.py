@@ -1,8 +1,8 @@
 """STL-10, binary version: stl10_binary.tar.gz as downloaded, or its folder stl10_binary.
 
 Pixels are stored channel by channel and column by column. Labels count from 1 in the files and from
-0 in datasets; the 100,000 images of the split `unlabeled` have -1. The annotation `folds` of
-`train` has a column for each of the ten folds of 1,000 images.
+0 in datasets; the 100,000 images of the split `unlabeled` have the label -1. The annotation `folds`
+of `train` has a column for each of the ten folds of 1,000 images.
 """
 
 from collections.abc import Sequence
@@ -84,7 +84,6 @@ class Stl10Source(RecordSource, of=Stl10Settings):
         return {"folds": self._folds()[[int(locator.rpartition("/")[2]) for locator in locators]]}
 
     def _splits(self) -> dict[str, str]:
-        """Return {file of images: its split}."""
         return {
             name: split
             for name, split in _SPLITS.items()

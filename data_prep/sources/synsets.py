@@ -30,8 +30,8 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 class SynsetSource(Source):
-    """A source of synset containers below `root`: folders, tars, or tars in a tar. Only tars have
-    stamps."""
+    """A source of synset containers below `root`: folders, tars, or tars in a tar. Only tars have a
+    stamp."""
 
     def __init__(self, settings: Settings):
         super().__init__(settings)
@@ -91,7 +91,9 @@ def find_synsets(root: Path, place: str, *, split: str) -> dict[str, Container]:
     alone = sorted(folders.keys() - packed.keys())
     if packed and alone:
         problem = f"{path} contains synset tars, but {alone[0]} only as a folder"
-        raise SourceError("source.path", problem, "keep one form of them", code="unknown-format")
+        raise SourceError(
+            "source.path", problem, "keep only the tars or only folders", code="unknown-format"
+        )
     return packed or folders
 
 
@@ -137,7 +139,7 @@ def _wnid(name: str, place: Path) -> str:
     stem = name.rpartition("/")[2].removesuffix(".tar")
     if not _WNID.fullmatch(stem):
         problem = f"{place} holds {name!r}, which is no synset (n and 8 digits)"
-        raise SourceError("source.path", problem, "give ImageNet", code="unknown-format")
+        raise SourceError("source.path", problem, "give ImageNet's synsets", code="unknown-format")
     return stem
 
 

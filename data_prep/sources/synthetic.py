@@ -1,8 +1,8 @@
 """A procedural archive: draws JPEG files into a folder of classes, which `FolderSource` reads.
 
 Image number i of a class is a function of (seed, class, split, i), so any count is a prefix of the
-same data. The sets "a" and "b" share no class but have every attribute. "a" has the combinations of
-shape, color and quadrant with even parity, "b" those with odd parity.
+same data. The sets "a" and "b" share no class, but each has all attributes. "a" has the
+combinations of shape, color and quadrant with even parity, "b" those with odd parity.
 
 `begun.json` (the settings) is written first. A class folder is drawn under a temporary name and
 then renamed, so an interrupted run resumes with the missing classes. Images are not synced: after a
@@ -61,7 +61,6 @@ def class_set(name: str, *, num_classes: int) -> tuple[Look, ...]:
 
 
 def picture_bytes(look: Look, *, split: str, number: int, size: int, seed: int) -> bytes:
-    """Return the JPEG file of one image."""
     identity = [
         seed,
         SHAPES.index(look.shape),
@@ -119,7 +118,7 @@ class SyntheticSource(FolderSource, of=SyntheticSettings):
         }
         problem = ""
         if strangers and not begun.exists():
-            problem = f"{self.path} contains {min(strangers)}, but no images of this tool"
+            problem = f"{self.path} contains {min(strangers)}, but no images of data_prep"
         elif begun.exists() and json.loads(begun.read_text()) != self.describe():
             problem = f"{self.path} contains images of other settings"
         if problem:
@@ -157,10 +156,11 @@ class SyntheticSource(FolderSource, of=SyntheticSettings):
         temporary.rename(folder)
 
 
-# ---- one image  Shape, color and quadrant of the main object name the class. Nuisance: clouds in
-# the background, smaller objects, a soft shadow, pixel noise, and the object's size, rotation,
-# exact place and brightness. No single attribute names a class, and the contrast of object against
-# background changes its sign, so no linear function of the pixels can do well.
+# ---- one image
+# Shape, color and quadrant of the main object define the class. Random: clouds in the background,
+# smaller objects, a soft shadow, pixel noise, and the object's size, rotation, exact place and
+# brightness. No single attribute defines a class, and the contrast between object and background
+# changes its sign, so no linear function of the pixels can do well.
 
 
 def draw(look: Look, *, size: int, generator: np.random.Generator) -> NDArray[np.uint8]:
@@ -205,7 +205,6 @@ def _paint(
     radius: float,
     generator: np.random.Generator,
 ) -> None:
-    """Draw one object onto the canvas, with edges that are blurred over one pixel."""
     x, y = _axes(len(canvas))
     angle = generator.uniform(0, 2 * np.pi)
     value, saturation = generator.uniform(0.45, 1.0), generator.uniform(0.7, 1.0)

@@ -5,9 +5,9 @@
     val/images/*.JPEG, val_annotations.txt  one flat folder; only the text file has the labels
     test/images/*.JPEG                      never labeled
 
-A zip is not unpacked. The CRCs of its members are checked. Errors are an image without annotation,
-an annotation without image, a class folder that wnids.txt does not name, and an image in any other
-folder. Other files are skipped and counted.
+A zip is not unpacked. The CRCs of its members are checked. An image without annotation, an
+annotation without image, a class folder that wnids.txt does not name, and an image in any other
+folder are errors. Other files are skipped and counted.
 """
 
 import re
@@ -135,7 +135,7 @@ class TinyImageNetSource(Source, of=TinyImageNetSettings):
         names = self._lines(_WNIDS)
         odd = any("/" in name or name.startswith(".") for name in names)
         if odd or not names or len(set(names)) < len(names):
-            raise damaged(self.path / _WNIDS, "names no classes, one twice, or a path")
+            raise damaged(self.path / _WNIDS, "names no classes, repeats one, or has a path")
         return tuple(sorted(names))
 
     def _val_labels(self) -> dict[str, int]:
@@ -182,7 +182,7 @@ class _Zip:
                 if first != TOP or member.is_dir():
                     continue
                 if {"", ".", ".."} & set(parts) or "\\" in inner or inner in self.members:
-                    raise ValueError(f"holds the path {member.filename!r}, or holds it twice")
+                    raise ValueError(f"its path {member.filename!r} is not valid, or occurs twice")
                 if not any(part.startswith(".") for part in parts):
                     self.members[inner] = member
         if not self.members:

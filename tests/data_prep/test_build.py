@@ -193,7 +193,7 @@ def test_a_second_build_leaves_every_file_untouched_and_another_config_or_source
     before = {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")}
     assert len(before) == 6
     assert build(source, out, "num_workers=2") == 0
-    held = f"data_prep: out: {out} has a dataset of"
+    held = f"data_prep: out: {out} was made"
     for change in (
         "image_size: 24, was 16",
         "seed: 1, was 0",
@@ -201,13 +201,13 @@ def test_a_second_build_leaves_every_file_untouched_and_another_config_or_source
         "samples_per_shard: 3, was 8192",
     ):
         key, _, value = change.partition(",")[0].partition(": ")
-        refused(build(source, out, f"{key}={value}"), f"{held} another config ({change})")
+        refused(build(source, out, f"{key}={value}"), f"{held} with another config ({change})")
     refused(
         build(source, out, "classes=[ant]", "seed=3"),
-        f"{held} another config (classes: ['ant'], was None; seed: 3, was 0)",
+        f"{held} with another config (classes: ['ant'], was None; seed: 3, was 0)",
     )
     write_files(source, {"ant/new.jpg": encoded(picture(seed=99))})
-    refused(build(source, out), f"{held} this config but other files")
+    refused(build(source, out), f"{held} with the same config from other files")
     assert {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")} == before
 
 
@@ -219,7 +219,7 @@ def test_another_config_is_refused_an_unfinished_dataset_and_the_same_one_goes_o
     before = files_of(out)
     refused(
         build(source, out, "samples_per_shard=4"),
-        "has a dataset of another config (samples_per_shard: 4, was 2)",
+        "was made with another config (samples_per_shard: 4, was 2)",
     )
     assert files_of(out) == before
     assert build(source, out, "samples_per_shard=2") == 0
@@ -309,7 +309,7 @@ def test_a_picture_beyond_the_budget_is_rejected_and_the_remedy_works(tmp_path: 
         json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()
     ]
     assert (line["path"], line["reason"]) == ("ant/large.png", "too_many_pixels")
-    assert line["detail"] == "41 x 30; make it smaller, or raise max_pixels (1200)"
+    assert line["detail"] == "41 x 30 exceeds max_pixels=1200; make it smaller, or raise this"
     assert build(source, tmp_path / "more", "max_pixels=1230") == 0
     assert load_manifest(tmp_path / "more").num_written == 2
     assert build(source, tmp_path / "other", "max_pixels=178956971") == 2  # Pillow would refuse it

@@ -245,7 +245,7 @@ def test_doubles_are_listed_the_first_stays_and_evaluation_is_whole(
     directory = pack(source, tmp_path / "animals")
     before = files_of(directory)
     lines = dedup(directory, out=tmp_path / "list.jsonl")
-    assert "the list drops 13.0% of train. Look at some pairs" in capsys.readouterr().err
+    assert "the list drops 13.0% of train. Check some of its pairs" in capsys.readouterr().err
     found = [
         (line["path"], line["reason"], line["of"]["split"], line["of"]["path"]) for line in lines
     ]

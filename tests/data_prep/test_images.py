@@ -312,11 +312,11 @@ def test_the_pixel_cap_is_judged_by_the_header_alone(monkeypatch: pytest.MonkeyP
     assert decode(hundred, max_pixels=100)[0].size == (10, 10)
     monkeypatch.setattr(ImageFile.ImageFile, "load", load)
     with pytest.raises(
-        Rejection, match=r"too_many_pixels: 11 x 10; make it smaller, or raise max_pixels \(100\)"
+        Rejection, match=r"too_many_pixels: 11 x 10 exceeds max_pixels=100; make it smaller"
     ):
         decode(more, max_pixels=100)
     monkeypatch.setattr("data_prep.images.decoding.MAX_PIXELS", 100)
-    with pytest.raises(Rejection, match="too_many_pixels: 11 x 10; the limit is 100 pixels"):
+    with pytest.raises(Rejection, match="too_many_pixels: 11 x 10 exceeds 100 pixels"):
         decode(more)
 
 
@@ -331,10 +331,10 @@ def test_the_budget_counts_the_pixels_of_a_draft_unless_the_picture_is_read_whol
     budget = spec(encoding=encoding, draft=draft, max_pixels=100 * 80)
     if is_taken:
         assert convert(data, budget).pixels.size == (16, 16)
-        with pytest.raises(Rejection, match="100 x 80;"):
+        with pytest.raises(Rejection, match="100 x 80 exceeds"):
             convert(data, spec(encoding=encoding, draft=draft, max_pixels=100 * 80 - 1))
     else:
-        with pytest.raises(Rejection, match="200 x 160;"):
+        with pytest.raises(Rejection, match="200 x 160 exceeds"):
             convert(data, budget)
 
 

@@ -132,12 +132,12 @@ def test_json_that_holds_no_label_is_a_line(tmp_path: Path) -> None:
 FOREIGN = [
     (
         {"json": b'{"width": 3, "class": "ant"}'},
-        "found .json with keys width, class: label=json:class",
+        "found .json with keys width, class. Set label=json:class",
     ),
-    ({"json": b'{"n": 3, "name": "ant"}'}, "found .json with keys n, name: label=json:n"),
-    ({"json": b'{"n": 3}', "txt": b"ant\n"}, "found .txt (ant): label=txt"),
-    ({"json": b"[", "txt": b"ant"}, "found .txt (ant): label=txt"),
-    ({}, "found .jpg; label=none reads images without labels"),
+    ({"json": b'{"n": 3, "name": "ant"}'}, "found .json with keys n, name. Set label=json:n"),
+    ({"json": b'{"n": 3}', "txt": b"ant\n"}, "found .txt (ant). Set label=txt"),
+    ({"json": b"[", "txt": b"ant"}, "found .txt (ant). Set label=txt"),
+    ({}, "found .jpg. Set label=none to read images without labels"),
 ]
 
 
@@ -193,7 +193,7 @@ def test_a_hint_at_what_most_rejects_need_helps(
         assert rejects(tmp_path / reason / "out")["s.tar/a"] == reason
         said = capsys.readouterr().out
         assert (
-            f"most often ({len(rejects(tmp_path / reason / 'out'))}): {reason}, such as s.tar/a ("
+            f"most frequent reason ({len(rejects(tmp_path / reason / 'out'))}): {reason}, such as s.tar/a ("
             in said
         )
         assert ("image_member" in said) == (words is not None)
@@ -291,13 +291,13 @@ def test_another_config_or_other_shards_are_refused(
     before = files_of(out)
     capsys.readouterr()
     attempts = [
-        ([path], "crop=squash", "of another config (crop: squash, was center)"),
-        ([path], "name=other", "of another config (name: other, was stock)"),
-        ([path, other], "seed=0", "of this config but other files"),
-        ([other], "seed=0", "of this config but other files"),
+        ([path], "crop=squash", "with another config (crop: squash, was center)"),
+        ([path], "name=other", "with another config (name: other, was stock)"),
+        ([path, other], "seed=0", "with the same config from other files"),
+        ([other], "seed=0", "with the same config from other files"),
     ]
     for shards, word, why in attempts:
-        refused(index(out, shards, word), f"out: {out} has a dataset {why}")
+        refused(index(out, shards, word), f"out: {out} was made {why}")
     assert files_of(out) == before
     assert build(write_classes(tmp_path / "source", {"ant": 2}), out) == 2
     write_stock(path, [])
@@ -305,5 +305,5 @@ def test_another_config_or_other_shards_are_refused(
     refused(index(broken, path), "splits.train: ", "[empty]")
     refused(
         index(broken, path, "crop=squash"),
-        "has a dataset of another config (crop: squash, was center)",
+        "was made with another config (crop: squash, was center)",
     )

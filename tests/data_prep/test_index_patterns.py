@@ -62,7 +62,7 @@ def test_a_mistake_in_a_pattern_is_one_line(tmp_path: Path, pattern: str, code: 
         (["--train", "SHARD"], "data_prep: splits: SHARD occurs 2 times"),
         (["label=jpg"], ("data_prep: label: 'jpg' is not valid")),
         (["label=json:.a"], ("data_prep: label: 'json:.a' is not valid")),
-        (["splits.te-st=SHARD"], "data_prep: splits: 'te-st' is not a valid name"),
+        (["splits.te-st=SHARD"], "data_prep: splits: 'te-st' is not a valid split name"),
         (["splits.test=[]"], "data_prep: splits.test: [] is not valid"),
         (["crop=centre"], "data_prep: crop: 'centre' is not valid"),
         (["classes_file=SHARD"], "data_prep: classes_file: SHARD cannot be read"),

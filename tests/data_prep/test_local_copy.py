@@ -95,7 +95,7 @@ def test_every_verb_and_a_training_read_a_url_as_the_directory_whatever_the_netw
         == 0
     )
     said = capsys.readouterr()
-    assert f"{url}: 312 samples, all as in the manifest" in said.out
+    assert f"{url}: 312 samples match the manifest" in said.out
     assert (
         main(["subset", str(shapes), "--out", str(tmp_path / "x" / "half"), "--fraction", "0.5"])
         == 0

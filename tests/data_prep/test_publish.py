@@ -222,7 +222,7 @@ def test_who_waits_for_a_directory_names_once_who_holds_it(
     waiting.join()
     (line,) = printed
     assert line.startswith(f"{tmp_path}: waiting for process {os.getpid()} on ") and line.endswith(
-        "if that hangs, end it"
+        "If it hangs, end it"
     )
 
 

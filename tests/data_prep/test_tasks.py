@@ -414,7 +414,7 @@ def test_more_tasks_than_shards_leave_some_with_nothing_to_do(
     said = capsys.readouterr().out
     assert (
         "task 8/9 has written its 0 shards" in said
-        and "after the last task: data_prep merge" in said
+        and "after the last task, run data_prep merge" in said
     )
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
     assert task(source, tmp_path / "animals", "0/9") == 0

@@ -47,9 +47,7 @@ def test_a_good_dataset_has_no_faults(
     num_samples = {"shapes": 8 * 39, "other_shapes": 5 * 19}[fixture]
     capsys.readouterr()
     assert verify_command(directory) == 0
-    assert (
-        capsys.readouterr().out == f"{directory}: {num_samples} samples, all as in the manifest\n"
-    )
+    assert capsys.readouterr().out == f"{directory}: {num_samples} samples match the manifest\n"
     assert verify_command(directory, "--json") == 0
     nothing = {"num_faults": 0, "faults": [], "notes": []}
     assert json.loads(capsys.readouterr().out) == {
@@ -125,11 +123,14 @@ def test_a_label_that_differs_between_shard_and_index_is_found_though_the_hashes
             "split val: the class counts of its shards differ from the manifest",
         ),
         ({"num_read": 1}, "manifest: 313 read is not 312 written + 0 rejected"),
-        ({"num_read": 1, "num_written": 1}, "manifest: 313 written, but 312 samples in its splits"),
+        (
+            {"num_read": 1, "num_written": 1},
+            "manifest: 313 written, but its splits have 312 samples",
+        ),
         ({"num_read": 1, "num_rejected": 1}, "rejected.jsonl: "),
         ({"image_size": 1}, "(16, 16) pixels, (17, 17) expected"),
         ({"splits.train.shards.1.name": "train-000000"}, "manifest: 2 shards "),
-        ({"classes": None}, "label 7 of 7 classes"),
+        ({"classes": None}, "label 7 is not one of 7 classes"),
     ],
 )
 def test_a_manifest_that_says_otherwise_is_found(

@@ -137,7 +137,7 @@ def test_a_look_at_a_dataset_by_workers(verb: str, shapes: Path, tmp_path: Path)
         timeout=300,
     )
     kept = (
-        "no list was written; with --hashes the next run continues"
+        "no list was written; with --hashes, finished hashes are reused"
         if verb == "dedup"
         else "the dataset was not changed"
     )

@@ -48,7 +48,7 @@ def test_an_array_writes_what_one_process_writes(slurm: Cluster) -> None:
         f"afterok:{array}_*(unfulfilled)",
     )  # the former when it is met
     slurm.wait(merge, "COMPLETED")
-    assert "288 samples, all as in the manifest" in slurm.log(f"{merge}_0"), slurm.log(f"{merge}_0")
+    assert "288 samples match the manifest" in slurm.log(f"{merge}_0"), slurm.log(f"{merge}_0")
     alone = slurm.root / "data/alone"
     config = str(slurm.root / CONFIG)
     images = f"source.images_dir={slurm.root}/data/parts-images"
