@@ -28,7 +28,7 @@ FULL_MAGNITUDE = 10.0
 @dataclass(frozen=True)
 class PolicyStep:
     name: str
-    """Name in timm, for example PosterizeIncreasing or TranslateXRel."""
+    """Name of the operation in timm, for example PosterizeIncreasing or TranslateXRel."""
     probability: float
     magnitude: float
 
@@ -44,12 +44,14 @@ class Policy:
     """True: draw one chain of `num_layers` consecutive steps. False: draw each operation
     separately."""
     weights: tuple[float, ...] | None = None
-    """Weights for drawing steps without repetition in an image; None: uniform, with repetition."""
+    """Weights for drawing steps without repetition in an image. None: draw steps uniformly, with
+    repetition."""
     magnitude_std: float = 0.0
-    """Standard deviation of the magnitude; inf: uniform from 0 to the magnitude."""
+    """Standard deviation of the magnitude. inf: draw it uniformly from 0 to the step's magnitude.
+    """
     magnitude_max: float = FULL_MAGNITUDE
     nearest: bool = False
-    """True if geometric operations use the nearest pixel."""
+    """True if geometric operations use nearest-neighbor interpolation."""
 
 
 def parse_policy(text: str) -> Policy:
@@ -218,5 +220,5 @@ _SEARCHED = {
     "v0": _V0,
     "v0r": _V0.replace("Posterize", "PosterizeIncreasing"),
 }
-"""AutoAugment by Ekin D. Cubuk et al., as in timm: 25 chains of two operations, each with
-probability and magnitude."""
+"""AutoAugment policies (Cubuk et al.): chains of two operations, each with a probability and a
+magnitude."""

@@ -195,7 +195,8 @@ def _add_estimate(verb: argparse.ArgumentParser) -> None:
 
 
 def world_of(options: argparse.Namespace) -> World:
-    """Return the world of the first rank that --ranks starts; without --ranks, of this process."""
+    """Return the `World` of this process. With `--ranks`, return the `World` of the first rank to
+    start."""
     count = options.ranks
     return World(0, 0, num_ranks=count, num_local_ranks=count) if count else read_world()
 
@@ -259,8 +260,8 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> Checkpoint | None:
-    """Return the checkpoint from which the run begins; None if the run has its own checkpoint, or
-    no source."""
+    """Return the checkpoint of `start_from`. Return None if `start_from` is not set or the run has
+    its own checkpoints."""
     source = settings.start_from
     if source is None or list_checkpoints(Path(settings.run_dir)):
         return None
@@ -299,13 +300,13 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
 
 
 def leave(finished: bool, *, run_dir: Path | None, is_first: bool, more: Sequence[str] = ()) -> int:
-    """End this rank at once. Its heartbeat has ended, so other ranks would not notice a later
-    death.
+    """Exit this process at once. Its heartbeat has ended, so other ranks would not notice a later
+    crash.
 
-    A stopped run exits with 0, too, because result.json shows if it is finished. SLURM does not
-    read this file. In a job, the first rank of a stopped run therefore exits with 130, so jobs with
-    --dependency=afterok do not begin. The other ranks exit with 0, because some sites kill a step
-    at its first bad exit.
+    A stopped run also exits with 0, because result.json shows whether the run is finished. SLURM
+    does not read result.json. In a SLURM job, the first rank of a stopped run therefore exits with
+    130, so that jobs with --dependency=afterok do not begin. The other ranks exit with 0, because
+    some sites kill a job step at its first bad exit.
     """
     if is_first and run_dir is not None:
         stopped = "stopped with a checkpoint. Run the same command to resume"
@@ -338,8 +339,8 @@ def _preview(options: argparse.Namespace) -> int:
 
 
 def console() -> "Console":
-    """Return a console as wide as the terminal, or wide enough for all columns of a table. Its
-    lines then wrap."""
+    """Return a console as wide as the terminal, but wide enough for all columns of a table. Narrow
+    terminals wrap the lines."""
     from rich.console import Console
 
     return Console(width=max(shutil.get_terminal_size((120, 24)).columns, 100), highlight=False)

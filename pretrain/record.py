@@ -34,7 +34,7 @@ RecordedTask = Literal["pretrain", "probe", "tune", "knn", "evaluate", "export"]
 
 
 class RecordSettings(Settings):
-    """Position of a run in a plan. `cluster/submit` sets it."""
+    """Position of a run in a plan, set by `cluster/submit`."""
 
     plan: str | None = Field(None, examples=["widths"])
     """Name of the plan that the run belongs to."""
@@ -43,15 +43,16 @@ class RecordSettings(Settings):
     member: str | None = Field(None, examples=["3"])
     """Name of the run in its stage."""
     labels: dict[str, str] = Field(default_factory=dict, examples=[{"model.width": "64"}])
-    """Values that distinguish this run in its plan, for tables and figures. Plans set them."""
+    """Settings that distinguish this run from the other runs of its plan, for tables and figures.
+    The plan sets the labels."""
 
 
 @dataclass(frozen=True)
 class Parent:
     run: str
-    """Path of the run or folder of weights, or its name on the hub."""
+    """Path of a run or of a folder of weights, or a name on the Hugging Face hub."""
     checkpoint: int
-    """Step of the weights."""
+    """Training step at which the weights were saved."""
     sha256: str = ""
     """Hash of the weights; "" in older records."""
     record: "RunRecord | None" = None
@@ -67,7 +68,7 @@ class RunRecord:
     seed: int | None = None
     parents: tuple[Parent, ...] = ()
     code_sha256: str = ""
-    """Hash of the code of model.import; "" for other models."""
+    """Hash of the code that `model.import` names; "" for other models."""
 
 
 def write_record(
@@ -94,7 +95,8 @@ def write_record(
 
 
 def read_record(run_dir: Path) -> RunRecord | None:
-    """Return the record of a run with absolute paths of its parents; None if it has no record."""
+    """Return the record of a run, with absolute paths of the parents. Return None if the run has no
+    record."""
     path = run_dir / RECORD
     try:
         record = TypeAdapter(RunRecord).validate_json(path.read_bytes())

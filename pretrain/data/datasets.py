@@ -1,8 +1,8 @@
 """The training data of a run: one split of a dataset, a mixture of several datasets, or a stream.
-No torch.
+Does not import torch.
 
-A mixture has all classes of its datasets in the order of their first occurrence; equal names are
-one class. Its channel statistics have the weights of its datasets.
+A mixture has all classes of its datasets, in the order of their first occurrence. Equal class names
+are one class. Its channel statistics are averages with the weights of the datasets.
 
 The file is long because datasets, mixtures, folds and streams share one interface.
 """
@@ -82,11 +82,12 @@ class Part:
     manifest: Manifest
     split: str
     classes: tuple[int, ...] | None = None
-    """Number of each class in the complete data; None: unchanged."""
+    """Class numbers in the complete training data, one for each class of this dataset. None: the
+    numbers are the same."""
     fold: int | None = None
-    """The only fold to train on, if the split has the annotation `folds`."""
+    """Number of the fold to train on, if the split has the annotation `folds`."""
     staged: ShardStore | None = None
-    """Copies on this node's disk: all indices, and the shards in `staged_files`."""
+    """Store of copies on this node's disk: all indices, and the shards in `staged_files`."""
     staged_files: frozenset[str] = frozenset()
 
     @property
@@ -96,7 +97,7 @@ class Part:
 
     @cached_property
     def chosen(self) -> Ids | None:
-        """Numbers of the fold's samples in the split; None: all samples."""
+        """Sample numbers of the fold in the split. None: train on all samples."""
         if self.fold is None:
             return None
         bits = load_annotation(self.directory, self.content, FOLDS)
@@ -107,7 +108,7 @@ class Part:
         return self.manifest.splits[self.split]
 
     def tar(self, shard: Shard) -> Path:
-        """Return the path of a local shard."""
+        """Return the path of a local shard, or of its staged copy."""
         name = f"{shard.sha256}.tar"
         if self.staged is None or name not in self.staged_files:
             return self.directory / shard.file
@@ -170,7 +171,8 @@ class TrainingData:
 
     @cached_property
     def channel_statistics(self) -> tuple[Statistic, Statistic]:
-        """Mean and standard deviation, weighted as images are sampled."""
+        """Mean and standard deviation of each color channel, weighted by how often each dataset is
+        sampled."""
         if len(self.parts) == 1:
             return self.parts[0].manifest.channel_mean, self.parts[0].manifest.channel_std
         shares = np.array(self.weights) / sum(self.weights)
@@ -180,11 +182,12 @@ class TrainingData:
         return _triple(mean), _triple(np.sqrt(np.maximum(shares @ squares - mean**2, 0)))
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Fail if a stream has fewer shards than ranks."""
+        """Raise SettingsError if a stream has fewer shards than ranks."""
 
     @property
     def squares(self) -> tuple[CropPolicy, Filter] | tuple[None, None]:
-        """Crop and interpolation that made the stored images square; None if parts differ."""
+        """Crop and interpolation that made the stored images square; (None, None) if the datasets
+        differ."""
         ways = {(part.manifest.crop, part.manifest.interpolation) for part in self.parts}
         return ways.pop() if len(ways) == 1 else (None, None)
 
@@ -217,7 +220,7 @@ class TrainingData:
         return orders[0] if chosen is None else FoldOrder(orders[0], chosen)
 
     def shards_of(self, ranks: range, *, num_ranks: int) -> Iterator[tuple[Part, Shard]]:
-        """Yield the shards that these neighboring ranks train on, with their parts."""
+        """Yield (part, shard) for each shard that the neighboring ranks `ranks` train on."""
         streams = self.settings.canonical_streams
         ends = stream_ends(self.num_samples, streams)
         first = ends[ranks.start * streams // num_ranks]
@@ -271,7 +274,8 @@ class TrainingData:
         )
 
     def eval_part(self) -> Part | None:
-        """Return the evaluation split of the first dataset, with class numbers of all data."""
+        """Return the evaluation split of the first dataset, with the class numbers of the complete
+        training data. Return None if there is no evaluation split."""
         first, split = self.parts[0], self.settings.eval_split
         return None if split is None else replace(first, split=split, fold=None)
 
@@ -296,11 +300,11 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class StreamData(TrainingData):
-    """Data of a stream. The manifest of its one part describes its images; its split has no
-    shards."""
+    """Data of a stream. It has one part: the part's manifest describes the images, and the split
+    has no shards."""
 
     urls: tuple[str, ...] = ()
-    """Addresses and `pipe:` commands, never from a manifest."""
+    """Shard addresses and `pipe:` commands from the settings, never from a manifest."""
     evaluated: Part | None = None
 
     @property
@@ -310,7 +314,7 @@ class StreamData(TrainingData):
 
     @cached_property
     def content_hash(self) -> str:
-        """Hash of the list, because the content of the shards is unknown."""
+        """Hash of the list of shards, because their content is unknown."""
         return hash_of_json(["stream", self.urls, self.classes])
 
     @cached_property
@@ -435,8 +439,8 @@ def _load_stream(data: DataSettings) -> StreamData:
 
 
 def expand_shards(words: str) -> tuple[str, ...]:
-    """Expand a list of shards as webdataset does: split at `::`, replace ${NAME} by the variable
-    WDS_NAME, and expand braces."""
+    """Expand a list of shards as webdataset does: split at `::`, replace ${NAME} by the environment
+    variable WDS_NAME, and expand braces."""
 
     def value(match: re.Match[str]) -> str:
         if (found := os.environ.get(name := f"WDS_{match[1]}")) is None:
@@ -497,7 +501,7 @@ def expand_shards(words: str) -> tuple[str, ...]:
 def check_against_data(
     data: TrainingData, *, model: ModelSpec, train: TrainSettings, schedule: ScheduleSettings
 ) -> int:
-    """Return the number of steps of the run, and check the settings against the datasets."""
+    """Check the settings against the datasets, and return the number of steps of the run."""
     model.check(image_size=data.image_size)
     batch = train.global_batch_size
     if batch > data.num_samples:
@@ -529,8 +533,8 @@ def check_against_data(
 
 
 def fit_warmup(num_warmup_steps: int, *, num_steps: int) -> int:
-    """Return the steps of the warm-up: a tenth of the run if the warm-up is not shorter than the
-    run."""
+    """Return the number of warm-up steps. A warm-up that is not shorter than the run becomes a
+    tenth of the run."""
     return num_warmup_steps if num_warmup_steps < num_steps else num_steps // 10
 
 
@@ -548,13 +552,13 @@ def _labeled(manifest: Manifest, split: str, *, field: str, directory: str) -> N
 
 
 def num_folds(part: Part) -> int:
-    """Return the number of folds of the split."""
+    """Return the number of folds of the split, or 0 if the split has none."""
     annotation = part.content.annotations.get(FOLDS)
     return annotation.num_columns if annotation else 0
 
 
 def stream_ends(num_samples: int, num_streams: int) -> list[int]:
-    """Return the first sample of each canonical stream, and the number of samples."""
+    """Return the first sample of each canonical stream, followed by the number of samples."""
     return [num_samples * number // num_streams for number in range(num_streams + 1)]
 
 

@@ -41,8 +41,8 @@ from pretrain.ranks.world import World
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 OnBad = Callable[[Sequence[Unreadable], Ids, Tensor], Ids]
-"""Function that replaces bad rows of (ids, images). It returns the ids whose labels count, or
--1."""
+"""Function that replaces or masks the bad samples in (ids, images). For each row, the function
+returns the id of the sample whose label counts, or -1 for a masked row."""
 Waits = Callable[[Future[T]], T]
 """Function that waits for a batch, for example `StopFlag.result`."""
 
@@ -54,7 +54,7 @@ LOOK_AHEAD = 32_768
 """Number of samples, over all ranks, whose remote shards are prefetched (at least two global
 batches). The next prefetch starts after half of them."""
 MOST_IDLE = 8
-"""Idle buffers of one size in the pool; others are freed."""
+"""Largest number of idle buffers of one size in the pool. Other idle buffers are freed."""
 
 
 class Reader(Protocol):
@@ -78,7 +78,7 @@ class BatchSource(Protocol[T_co]):
 
     def __next__(self) -> T_co: ...
     def end_waits(self) -> None:
-        """End all downloads. Nothing is fetched afterwards."""
+        """End all downloads, and start no new ones."""
 
     def close(self) -> None: ...
 
@@ -98,20 +98,20 @@ class Batch:
     epochs: Ids
     samples: Ids
     mix_keys: Ids
-    """Key of each image's random MixUp draw: position // 2 (pairs), or the number of the global
-    batch. If the keys are batches, `images_BHWC` begins
-    with the partner of the first image."""
+    """Key of each image's random MixUp draw: position // 2 for pairs, or the number of the global
+    batch. With batch numbers, `images_BHWC` has an extra first row: the partner of the first image.
+    """
     mask_B: Tensor | None = None
-    """False for padding of an evaluation, and for samples that cannot be read."""
+    """False for padding of an evaluation, and for samples that do not decode."""
     aspects_B: NDArray[np.float64] | None = None
     """Width / height of each image before it was squashed (`crop=full`); None if all images were
     cropped to squares."""
     num_bad: int = 0
-    """Samples that could not be read."""
+    """Number of samples that do not decode."""
 
 
 def as_stored(batch: Batch) -> Batch:
-    """Return the batch unchanged: a `finish` without work."""
+    """Return the batch unchanged, as a `finish` function without work."""
     return batch
 
 
@@ -133,9 +133,9 @@ def training_batches(
 ) -> "Batches[T]":
     """Return the endless micro-batches of a rank after `consumed` samples.
 
-    `node_ranks`: ranks that share copies of remote shards with this one (default: all).
-    `previous_in`: global batch size; if set, each micro-batch begins with an extra image. This is
-    the previous image of the global batch; the first image follows the last one.
+    `node_ranks`: ranks that share copies of remote shards with this rank (default: all).
+    `previous_in`: global batch size. If set, each micro-batch begins with an extra image: the
+    previous image of the global batch. The last image of a global batch precedes its first image.
     """
     return Batches(
         reader,
@@ -207,7 +207,7 @@ class Batches(Generic[T]):
         waits: Waits[T] = Future.result,
     ):
         """`read_here`: function that selects the positions that this node reads. `waits`: function
-        with which `next` waits."""
+        with which `next` waits for a batch."""
         self.reader, self.order, self.finish, self.on_bad, self.pin = (
             reader,
             order,
@@ -251,7 +251,7 @@ class Batches(Generic[T]):
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def announce(self, position: int) -> None:
-        """Tell the reader the next samples of all ranks of this node, because they share copies."""
+        """Prefetch the next samples of all ranks of this node, because these ranks share copies."""
         if not self.reader.is_remote:
             return
         with self._announcing:
@@ -287,10 +287,10 @@ class Batches(Generic[T]):
 
 
 class _Group:
-    """Next requests. Their samples are looked up together."""
+    """Next requests, whose samples are looked up together."""
 
     def __init__(self, batches: Batches[Any], *, most_samples: int):
-        """Take requests. The last one may exceed `most_samples`."""
+        """Take requests until the group has at least `most_samples` samples."""
         self._batches, self._lock = batches, threading.Lock()
         self.jobs: deque[tuple[Request, slice]] = deque()
         """Requests, each with the rows of its samples in the group."""
@@ -394,12 +394,14 @@ class _Job(Generic[T]):
 
 
 def num_cpu_threads(device: torch.device) -> int | None:
-    """Return the number of threads of a rank, which affects the rounding of sums; None on a GPU."""
+    """Return the number of torch's CPU threads, which affects the rounding of sums. Return None on
+    a GPU."""
     return torch.get_num_threads() if device.type == "cpu" else None
 
 
 def lone_threads(number: int, *, pin: bool) -> ThreadPoolExecutor:
-    """Start threads in which torch uses only one thread each, so that they do not compete."""
+    """Return a pool of started threads. torch uses a single core in each thread, so that the
+    threads do not compete."""
     device = torch.cuda.current_device() if pin else None
     started, before = threading.Barrier(number), torch.get_num_threads()
 
@@ -429,10 +431,10 @@ def lone_threads(number: int, *, pin: bool) -> ThreadPoolExecutor:
 
 
 class BufferPool:
-    """Reused memory of batches. Page faults of fresh memory cost as much as filling it.
+    """Reused memory of batches. Page faults of fresh memory take as long as filling the memory.
 
-    Memory returns to the pool when nothing refers to the tensor, its views or their graph. torch
-    pools pinned memory itself. Several threads may use the pool.
+    Memory returns to the pool when no tensor, view or autograd graph refers to it. torch pools
+    pinned memory itself. Several threads may use the pool.
     """
 
     def __init__(self) -> None:

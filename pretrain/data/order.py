@@ -138,7 +138,7 @@ class Order:
     length: int | None = None
     """Number of positions in an epoch; None: `num_samples`."""
     first_block: int | None = None
-    """Sample at which the first block begins; None: a different one in every epoch."""
+    """Sample at which the first block begins. None: a different sample in every epoch."""
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.length == 0:
@@ -210,7 +210,7 @@ class Mixture:
         return epochs, samples
 
     def deal(self, positions: Ids) -> tuple[Ids, Ids]:
-        """Return the source of each position, and its position in the source's own line."""
+        """Return the source of each position, and the position in the order of that source."""
         sources, places = np.zeros_like(positions), positions.copy()
         rows = np.arange(len(positions))
         for source in range(len(self.weights) - 1):
@@ -274,7 +274,8 @@ def mixture_weights(weights: Sequence[float | None], sizes: Sequence[int]) -> tu
 
 @dataclass(frozen=True)
 class FoldOrder:
-    """Order of some samples of a split: `of` orders indices into `samples`."""
+    """Order of a subset of a split. `samples` lists the subset; `of` shuffles indices into
+    `samples`."""
 
     of: Line
     samples: Ids
@@ -286,7 +287,7 @@ class FoldOrder:
 
 @dataclass(frozen=True)
 class AsItComes:
-    """Order of a stream: sample ids are positions."""
+    """Order of a stream: the id of a sample is its position."""
 
     epoch_size: int
 
@@ -314,7 +315,8 @@ class BatchPlan:
         return self.global_batch_size // (self.local_batch_size * self.num_ranks)
 
     def positions(self, *, consumed: int, micro_step: int, rank: int) -> Ids:
-        """Return the positions of one rank's micro-batch in the global batch after `consumed`."""
+        """Return the positions of one rank's micro-batch in the global batch that begins after
+        `consumed` samples."""
         number = micro_step * self.num_ranks + rank
         if self.is_connected:
             number = rank * self.accumulation_steps + micro_step
@@ -322,8 +324,8 @@ class BatchPlan:
         return np.arange(start, start + self.local_batch_size, dtype=np.int64)
 
     def of_ranks(self, positions: Ids, ranks: range) -> Ids:
-        """Select the positions that these neighboring ranks read. Without connected parts, select
-        all, because each shard has samples for each rank."""
+        """Select the positions that the neighboring ranks `ranks` read. If `is_connected` is False,
+        select all positions, because each shard has samples for each rank."""
         if not self.is_connected:
             return positions
         readers = positions % self.global_batch_size * self.num_ranks // self.global_batch_size

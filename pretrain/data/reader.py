@@ -46,7 +46,7 @@ from pretrain.data.order import Ids, hash64
 from pretrain.data.store import File, ShardStore, tar_of
 
 BLOCK = 512
-"""Size of a tar block. Members begin at multiples of it."""
+"""Size of a tar block in bytes. Members begin at multiples of this size."""
 _OFFSET, _LENGTH, _LABEL = range(3)
 
 _MAP_FIXED = 0x10  # Linux; Python's mmap has no name for it
@@ -93,7 +93,7 @@ class Places(NamedTuple):
 
 
 class ShardReader:
-    """Random access to the samples of its parts, numbered one part after the other."""
+    """Random access to the samples of all parts. Sample numbers continue from part to part."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class ShardReader:
         self._indices = FileRange([_index_size(*placed) for placed in self._placed])
         self._table = self._indices.content.view("<i8")
         self._table_starts = np.full(len(self._placed), -1, np.int64)
-        """Positions in `_table`; -1 until the index is mapped and checked."""
+        """Position of each shard's index in `_table`; -1 until the index is mapped and checked."""
         self._opening = threading.Lock()
         self._classes, self._classes_start = _class_numbers([part for part, _ in self._placed])
         self._is_raw = np.array(
@@ -124,12 +124,14 @@ class ShardReader:
             [part.manifest.crop == "full" for part, _ in self._placed], np.bool_
         )
         self.is_remote, self.decodes = self._shards.any_remote, not bool(self._is_raw.all())
-        """True if any shard is remote; True if any image must be decoded."""
+        """`is_remote`: True if any shard is remote. `decodes`: True if any image must be decoded.
+        """
         self._pictures = self._blockwise()
 
     @cached_property
     def labels(self) -> Ids:
-        """Labels of all samples, 8 bytes each. Training does not use them, to save memory."""
+        """Labels of all samples, 8 bytes each. Training does not read this property, to save
+        memory."""
         return self.locate(np.arange(self.num_samples)).labels
 
     def locate(self, ids: Ids) -> Places:
@@ -194,7 +196,8 @@ class ShardReader:
             self._shards.fetch_ahead(numbers[np.sort(first)].tolist())
 
     def stand_in(self, sample: int, attempt: int) -> int:
-        """Return another sample of the same shard, the same one in every run."""
+        """Return another sample of the same shard to replace a bad sample. The choice is the same
+        in every run."""
         number = int(self.shards_of(np.array([sample]))[0])
         start, end = self._starts[number : number + 2].tolist()
         return int(start + int(hash64(sample, attempt)) % (end - start))
@@ -275,7 +278,7 @@ def open_split(
 def reading(
     parts: Sequence[Part], data: ReadingSettings, *, image_size: int | None = None
 ) -> Iterator[ShardReader]:
-    """Yield a reader with its own store."""
+    """Yield a reader with its own store of remote shards."""
     reader = ShardReader(parts, image_size=image_size, store=open_store(data, parts))
     try:
         yield reader
@@ -285,7 +288,8 @@ def reading(
 
 
 def open_store(settings: ReadingSettings, parts: Sequence[Part]) -> ShardStore | None:
-    """Open the store of remote shards, if there are any. Ranks and runs share its directory."""
+    """Open the store of remote shards. Return None if all shards are local. Ranks and runs share
+    the store's directory."""
     if not any(shard.is_remote for part in parts for shard in part.content.shards):
         return None
     default = Path(tempfile.gettempdir()) / f"wide-mlps-shards-{os.getuid()}"
@@ -301,8 +305,8 @@ def open_store(settings: ReadingSettings, parts: Sequence[Part]) -> ShardStore |
 
 
 def _class_numbers(part_of_shards: Sequence[Part]) -> tuple[Ids | None, Ids]:
-    """Return the classes of all parts one after the other (None if all are unchanged), and the
-    position of each shard's classes."""
+    """Return the class numbers of all parts, concatenated (None if all are unchanged), and the
+    position of each shard's first class number."""
     parts = {id(part): part for part in part_of_shards}
     if all(part.classes is None for part in parts.values()):
         return None, np.zeros(len(part_of_shards), np.int64)
@@ -396,7 +400,7 @@ class MappedShards:
         )
 
     def close(self) -> None:
-        """Release all shards. Nothing may be read afterwards."""
+        """Release all shards. No thread may read afterwards."""
         with self._lock:
             self._release(list(self._held))
 
@@ -454,7 +458,8 @@ class MappedShards:
 
 
 class FileRange:
-    """Reserved range of addresses, with one slot for each file of at most the given size."""
+    """Reserved range of memory addresses, with one slot for each file. A file may be smaller than
+    its slot."""
 
     def __init__(self, sizes: Sequence[int]):
         page = mmap.ALLOCATIONGRANULARITY

@@ -57,14 +57,15 @@ from data_prep.publish import sync
 from data_prep.remote import ContentError, RemoteError, StoppedError, fetch, shown, tried
 
 NUM_ATTEMPTS, SILENCE_S = 8, 30.0
-"""Attempts to fetch a shard, and seconds of silence after which a server has failed."""
+"""Number of attempts to fetch a shard, and seconds without data after which an attempt fails."""
 WAIT_S = 300.0
-"""Longest wait for free space, in seconds. It is shorter than engine.timeout_s, whose message is
-vaguer."""
+"""Longest wait for free space, in seconds. It is shorter than engine.timeout_s, because the message
+of that timeout is less specific."""
 LOOK_S, WARN_AGAIN_S = 0.05, 30.0
 NUM_THREADS, PIECE_BYTES = 4, 4 << 20
 SPARED_FRACTION, SPARED_BYTES, MOST_SPARED_FRACTION = 0.01, 5e9, 0.1
-"""Disk space that staging never uses: the larger of the first two, but at most the third."""
+"""Disk space that staging never uses: 1 % of the disk, or 5 GB (at most 10 % of the disk) if that
+is more."""
 _NAME = re.compile(r"[0-9a-f]{64}\.(tar|npy)(\.part)?")
 _LOCK_REQUEST = "hhqqi4x"
 """`struct flock` of 64-bit Linux: type, whence, start, length, pid."""
@@ -82,7 +83,7 @@ class File(NamedTuple):
     source: str
     """URL or path."""
     name: str
-    """Name of the copy, from the content hash. Datasets with equal content share copies."""
+    """Name of the copy, from the content hash. Shards with equal content share a copy."""
     num_bytes: int
     sha256: str
 
@@ -93,14 +94,14 @@ def tar_of(shard: Shard, directory: Path) -> File:
 
 
 class Reader(Protocol):
-    """User of the store that holds files."""
+    """Object that holds files of the store, for example `MappedShards`."""
 
     def release_idle(self) -> None:
         """Release the held files that are not in use now."""
 
 
 class ShardStore:
-    """Copies in one directory, for all threads of one process."""
+    """Verified copies in one directory, for all threads of one process."""
 
     def __init__(
         self,
@@ -111,8 +112,9 @@ class ShardStore:
         storage: dict[str, Any],
         hosts: Collection[str] = (),
     ):
-        """`setting`: name of the directory in messages. `max_bytes` None: the copies may fill the
-        disk up to the spared space. Only `hosts` receive `storage`."""
+        """`setting`: name of the setting for the directory, used in messages. `max_bytes`: limit
+        for all copies; None: the free disk space minus the spared space. Only `hosts` receive
+        `storage`."""
         self.path, self.setting, self.max_bytes = path, setting, max_bytes
         self.readers = weakref.WeakSet[Reader]()
         """Readers of this store. Training and evaluation share it, and each keeps files until the
@@ -121,11 +123,11 @@ class ShardStore:
         self._stop, self._lock = threading.Event(), threading.RLock()
         self._held, self._paused_until_s = Counter[str](), 0.0
         self._ahead, self._pending = list[File](), deque[File]()
-        """Files that read-ahead holds, and files that it has yet to fetch."""
+        """Files that the read-ahead threads hold, and files that they have yet to fetch."""
         self._threads = list[threading.Thread]()
         self._warned_s = -WARN_AGAIN_S
         self.num_written = 0
-        """Bytes that this process has written, as progress."""
+        """Number of bytes that this process has written, to show progress."""
         with self._disk_errors():
             _make_private(path, setting)
             self._locks = self._open_locks()
@@ -155,7 +157,7 @@ class ShardStore:
         return self.path / file.name
 
     def hold_present(self, files: Sequence[File]) -> bool:
-        """Hold the files if all copies are complete."""
+        """Hold all files if all copies are complete. Otherwise hold none and return False."""
         for count, file in enumerate(files):
             self._check(file)
             if not self._share(file):
@@ -202,7 +204,7 @@ class ShardStore:
             self._make_room(files, locks)
 
     def _share(self, file: File) -> bool:
-        """Hold the file if its copy is complete."""
+        """Hold the file if its copy is complete. Otherwise return False."""
         with self._lock:
             is_held = self._held[file.name] or (
                 self._is_complete(file) and _lock(self._locks, file.name, fcntl.F_RDLCK)
@@ -251,8 +253,8 @@ class ShardStore:
             return self._share(file)
 
     def _make_room(self, files: Sequence[File], locks: FileIO) -> None:
-        """Make room. The caller has the room's lock. `locks` also gets the locks of removed
-        files."""
+        """Remove unused files until `files` fit. The caller holds the space lock. `locks` also
+        takes the locks of removed files."""
         entries = {
             item.name: item.stat(follow_symlinks=False)
             for item in os.scandir(self.path)
@@ -309,7 +311,7 @@ class ShardStore:
             ) from None
 
     def _fill(self, file: File, content: FileIO) -> None:
-        """Make one attempt to write the file's bytes, and check them."""
+        """Try once to write the file, and check its size and hash."""
 
         def write(data: bytes | memoryview) -> None:
             view = memoryview(data)
@@ -354,7 +356,7 @@ class ShardStore:
             raise StoreError(str(source), problem, fix, code="unreadable") from None
 
     def _read_ahead(self) -> None:
-        """Hold the files of the newest read-ahead list."""
+        """Fetch and hold the files of the newest read-ahead list."""
         while not self._stop.is_set():
             with self._lock:
                 if not (pending := self._pending):
@@ -392,7 +394,8 @@ class ShardStore:
                 self._pending.appendleft(file)
 
     def _check(self, file: File) -> None:
-        """Check that a name in the manifest does not lead out of the directory."""
+        """Raise an error if the name may lead out of the directory, or if the cache is too small.
+        """
         if not _NAME.fullmatch(file.name):
             raise DatasetError(
                 shown(file.source),
@@ -410,14 +413,14 @@ class ShardStore:
             )
 
     def _warn(self, problem: str) -> None:
-        """Print a server's problem once for all threads."""
+        """Print a server's problem, at most once in WARN_AGAIN_S seconds for all threads."""
         if time.monotonic() - self._warned_s >= WARN_AGAIN_S:
             self._warned_s = time.monotonic()
             print(f"waiting for {problem}", file=sys.stderr, flush=True)
 
     @contextmanager
     def _room(self) -> Iterator[FileIO]:
-        """Hold the room's lock, which excludes all threads that count, reserve, rename or remove
+        """Hold the space lock, which excludes all threads that count, reserve, rename or remove
         files."""
         with self._open_locks() as locks:
             _lock(locks, None, fcntl.F_WRLCK)
@@ -445,8 +448,8 @@ class ShardStore:
 
 
 def _lock(locks: FileIO, name: str | None, kind: int) -> bool:
-    """Lock the byte of this name in the open lock file. Return False if another open file holds its
-    lock. Without a name, wait for the byte of the room."""
+    """Lock or unlock the byte of a file name in the open lock file. Return False if another open
+    file holds the lock. Without a name, wait for the space lock."""
     place = 1 << 61 if name is None else int(name[:15], 16)
     request = struct.pack(_LOCK_REQUEST, kind, os.SEEK_SET, place, 1, 0)
     try:

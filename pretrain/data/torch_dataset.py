@@ -44,7 +44,8 @@ Transform = Callable[[Tensor], Any]
 
 
 class Shards(Dataset[tuple[Any, int]]):
-    """`shards[7]` is (image, label). Each worker of a DataLoader reads a batch at once."""
+    """`shards[7]` is (image, label). A worker of a DataLoader reads all samples of a batch at once.
+    """
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class Shards(Dataset[tuple[Any, int]]):
         image_size: int | None = None,
         transform: Transform | None = None,
     ):
-        """`image_size` is for datasets that keep the images' own sizes."""
+        """`image_size`: side of the images, for datasets that keep the images' own sizes."""
         self.settings = ReadingSettings(dataset=str(dataset))
         manifest = load_manifest(self.settings.directory)
         self.classes, self.num_samples = (
@@ -96,8 +97,8 @@ class Shards(Dataset[tuple[Any, int]]):
 
 
 class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
-    """This rank's slices of the global batches: (images, labels), read and decoded by threads. Each
-    pass is the next epoch. The class is stateful as torchdata defines it."""
+    """This rank's slices (images, labels) of the global batches, read and decoded by threads. Each
+    pass is the next epoch. torchdata can save and load the state."""
 
     def __init__(
         self,
@@ -110,8 +111,8 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         image_size: int | None = None,
         ranks: tuple[int, int] | None = None,
     ):
-        """`batch_size`: samples of all ranks. `ranks`: (rank, number of ranks); None: from
-        torch.distributed, or from torchrun's variables."""
+        """`batch_size`: number of samples in a batch of all ranks. `ranks`: (rank, number of
+        ranks); None: from torch.distributed, or from torchrun's environment variables."""
         self.shards = Shards(dataset, split, image_size=image_size)
         self.batch_size, self.shuffle, self._ranks = batch_size, shuffle, ranks
         manifest = self.shards.part.manifest
@@ -128,7 +129,7 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         self._shared_epoch = torch.zeros(1, dtype=torch.int64)
         self._shared_epoch.share_memory_()  # type: ignore[no-untyped-call]
         self.is_followed = False
-        """True in the workers of a loader that tells them the next pass."""
+        """True in the workers of a loader that tells its workers which pass comes next."""
 
     def __len__(self) -> int:
         """Return the number of batches in a pass."""
@@ -168,12 +169,12 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         self._shared_epoch[0] = epoch
 
     def end_of(self, num_batches: int) -> int:
-        """Return the position after the next batches of this pass."""
+        """Return the position after the next `num_batches` batches of this pass."""
         return min(self.samples + num_batches * self.batch_size, self._begin_of(self.epoch + 1))
 
     def enter_pass(self) -> None:
-        """Begin the next pass if this one has no batch left. Trainers that count batches do not
-        read to its end."""
+        """Begin the next pass if the current pass has no batch left. Training loops that count
+        batches do not read to the end of a pass."""
         if self.samples == self.end_of(1):
             self.begin_next_pass()
 
@@ -217,7 +218,8 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         self.begin_next_pass()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickle with the rank, because a spawned worker cannot find it."""
+        """Return the state for pickle with the rank, because a spawned worker cannot determine its
+        rank."""
         return self.__dict__ | {"_ranks": self.ranks()}
 
     def _begin_of(self, epoch: int) -> int:
@@ -238,7 +240,7 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
 
 class ShardLoader(DataLoader[Any]):
     """A DataLoader of `ShardBatches`. Its state counts the batches that the training loop has
-    received, so another number of workers can continue."""
+    received, so training can resume with another number of workers."""
 
     dataset: ShardBatches
 
@@ -251,7 +253,7 @@ class ShardLoader(DataLoader[Any]):
         pin_memory: bool = False,
         multiprocessing_context: str | None = None,
     ):
-        """`collate_fn`: function that changes a complete batch, in the workers."""
+        """`collate_fn`: function that the workers apply to each complete batch."""
         super().__init__(
             batches,
             batch_size=None,

@@ -1,7 +1,8 @@
-"""A model of the user's own: `model: {import: "my_package.my_module:MyModel"}`. No torch here.
+"""A model of the user's own: `model: {import: "my_package.my_module:MyModel"}`. Does not import
+torch.
 
-`allow_import` gets the path in the user's config or after `--allow-import`, never a path from a
-checkpoint. `check_allowed` fails for any other path, before every import.
+`allow_import` is called with a path from the user's config or from `--allow-import`, never with a
+path from a checkpoint. Before every import, `check_allowed` raises an error for any other path.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def allow_import(path: str | None) -> str | None:
 
 
 def check_allowed(spec: AnySpec, *, source: object = "the checkpoint") -> None:
-    """Fail if the model needs code that the user has not allowed."""
+    """Raise SettingsError if the model needs code that the user has not allowed."""
     if isinstance(spec, ImportSpec) and spec.path not in _ALLOWED:
         fix = f"if you trust this code, add --allow-import {spec.path}"
         raise SettingsError(
@@ -42,8 +43,8 @@ def check_allowed(spec: AnySpec, *, source: object = "the checkpoint") -> None:
 
 
 def code_of(spec: AnySpec) -> str:
-    """Return the hash of all Python files of the model's top-level package, without running them;
-    "" for other models."""
+    """Return the hash of all Python files in the top-level package of an imported model, without
+    running the files. Return "" for other models."""
     if not isinstance(spec, ImportSpec):
         return ""
     return hash_package(spec.path.partition(":")[0].partition(".")[0])

@@ -1,5 +1,5 @@
 """Print `pretrain models`: the named models with their costs and, for `--omega`, the sizes with a
-given Omega. No torch."""
+given Omega. Does not import torch."""
 
 import re
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ def list_models(
     *, match: str = "*", num_classes: int | None = None, image_size: int | None = None
 ) -> tuple[list[ModelRow], list[str]]:
     """Return the named models that match a shell pattern, and the names of models that do not
-    support this image size. The paper's classes and image size are the default."""
+    support this image size. Classes and image size default to the paper's."""
     names = [name for name in PRESETS if fnmatchcase(name, match)]
     if not names:
         raise UserError(
@@ -121,7 +121,8 @@ def print_widths(
     densities: Sequence[float],
     console: Console,
 ) -> None:
-    """Print S and m of mixers for each C, and m of SW-MLPs for each density."""
+    """Print the tokens S and width m of Mixers for each C, and the width m of SW-MLPs for each
+    density."""
     if wrong := [density for density in densities if density > 1]:
         raise UserError(
             "--density", f"{wrong[0]:g} is not valid", "use at most 1", code="bad-value"

@@ -53,7 +53,7 @@ def _normal(*shape: int) -> nn.Parameter:
 
 
 class StructuredBlock(nn.Module):
-    """B2 act(x)"""
+    """B2 act(x)."""
 
     def __init__(self, spec: StructuredMlpSpec, grid: Grid):
         super().__init__()

@@ -1,11 +1,12 @@
-"""Models of timm with the methods of all our models: the baselines of Scaling MLPs, any pretrained
+"""Models of timm with the interface of `ImageModel`: the baselines of Scaling MLPs, any pretrained
 model (`pretrained: timm:NAME`), and your own class (`model: {import: module:Class}`).
 
-This module is imported only to build such a model. The model makes and pools the features; the head
-is ours.
+This module is imported only to build such a model. The timm model computes and pools the features,
+and `ImageModel` adds the head.
 
 The stem of ResNet-152 at 64 px has stride 1 and no pooling, as Scaling MLPs says, and no padding.
-Only then does it have the printed 13.07 G MACs (14.98 G with the usual padding of 3).
+Only without padding does the model have the 13.07 G MACs that the paper prints (14.98 G with the
+usual padding of 3).
 """
 
 import inspect
@@ -82,7 +83,8 @@ class TimmModel(ImageModel):
         return {group: _within_body(names) for group, names in of_body.items()}
 
     def layers(self) -> dict[str, int]:
-        """Return the layer number of each weight, by timm's groups; {} if timm has no groups."""
+        """Return the layer number of each weight from timm's parameter groups, or {} if the model
+        has no groups."""
         matcher = getattr(self.body, "group_matcher", None)
         if matcher is None:
             return {}
@@ -107,7 +109,8 @@ INTERFACE = ("forward_features", "forward_head", "reset_classifier", "num_featur
 
 
 def own_body(spec: ImportSpec, *, num_classes: int, image_size: int) -> Any:
-    """Build the user's model without its head, and try its interface on torch's meta device."""
+    """Build the user's model without its head. Raise SettingsError if a trial on torch's meta
+    device does not return the expected shapes."""
     own_class, arguments = import_class(spec), json.loads(spec.arguments)
     words = {"num_classes": num_classes, "img_size": image_size} | arguments
     try:

@@ -42,7 +42,7 @@ default_cfgs = generate_default_cfgs(
     }
 )
 _EVERY_BLOCK = {"out_indices": None, "feature_cls": "getter"}
-"""The default of `features_only`."""
+"""Settings for timm's `features_only`: by default, return the features of all blocks."""
 
 
 def _one_side(img_size: int | tuple[int, int], in_chans: int) -> int:
@@ -95,8 +95,8 @@ def _of_spec(
 
 
 def wide_mlps(pretrained: bool = False, **kwargs: Any) -> ImageModel:
-    """Build any spec. The config.json of every checkpoint names this architecture, for
-    `create_model("local-dir:DIRECTORY")`."""
+    """Build the model of any spec. The config.json of every checkpoint names this architecture, so
+    that `timm.create_model("local-dir:DIRECTORY")` works."""
     return build_model_with_cfg(
         _of_spec, "wide_mlps", pretrained, feature_cfg=dict(_EVERY_BLOCK), **kwargs
     )

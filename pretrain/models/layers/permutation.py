@@ -42,7 +42,7 @@ class Permutation(nn.Module):
         return _Gather.apply(x_BM, self.index, self.inverse)  # type: ignore[no-untyped-call]
 
     def invert(self) -> None:
-        """Compute the inverse."""
+        """Compute `inverse` from `index`."""
         self.index = self.index.to(torch.int32)  # `assign=True` may change the integer type
         self.inverse = inverse_of(self.index)
 
@@ -112,10 +112,11 @@ def random_permutation(size: int, *, generator: torch.Generator | None = None) -
 
 
 def generator_beside_weights() -> torch.Generator:
-    """Return a generator that is seeded from torch's generator without changing its state.
+    """Return a generator that is seeded from torch's generator, without advancing torch's
+    generator.
 
     An RP model has the same weights as the normal model of the same seed. A block has the same
-    permutation in every model that permutes it.
+    permutation in every model that permutes the block.
     """
     with torch.random.fork_rng(devices=[]):
         seed = int(torch.randint(2**63 - 1, (), device="cpu"))
@@ -130,6 +131,7 @@ def pk(
     before: Callable[[Tensor], Tensor],
     after: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return J2 (I (x) inner) J1 x: `inner` acts on each of `num_copies` equal parts."""
+    """Return J2 (I (x) inner) J1 x: `inner` acts on each of `num_copies` equal parts of a vector.
+    """
     parts = before(x_BM).reshape(x_BM.shape[0], num_copies, x_BM.shape[1] // num_copies)
     return after(inner(parts).flatten(1))

@@ -41,9 +41,9 @@ if TYPE_CHECKING:  # the import takes half a second, and only init_gain needs it
 
 MOST_CONNECTIONS = 2**31 - 1
 SMALL = 32
-"""Sides up to which a dense singular value decomposition is cheap."""
+"""Largest side of a matrix for which a dense singular value decomposition is cheap."""
 DRAWN_TOGETHER = 2**20
-"""Connections per draw, to limit memory."""
+"""Expected number of connections that are drawn together, to limit memory."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Connections:
         return self.dense(torch.ones_like(self.columns, dtype=torch.bool))
 
     def matrix(self, values: Tensor) -> "csr_matrix":
-        """Return SciPy's matrix in float64."""
+        """Return a SciPy matrix in float64."""
         from scipy.sparse import csr_matrix
 
         parts = (
@@ -83,14 +83,14 @@ class Connections:
         return csr_matrix(parts, shape=(len(self.row_starts) - 1, self.num_inputs))
 
     def transposed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (row starts, columns, order) of the transposed pattern. Its values are
-        values[order]."""
+        """Return (row starts, columns, order) of the transposed pattern. The transposed matrix has
+        the values `values[order]`."""
         order = torch.sort(self.columns, stable=True).indices
         counts = torch.bincount(self.columns, minlength=self.num_inputs)
         return _starts(counts), self.rows[order].int(), order.int()
 
     def check(self, prefix: str) -> None:
-        """Check a pattern from a file, because the kernels check nothing."""
+        """Raise UserError if a loaded pattern is not valid. The kernels do not check patterns."""
         starts, count, fault = self.row_starts, len(self.columns), None
         if starts[0] != 0 or starts[-1] != count or (starts.diff() < 0).any():
             fault = f"row_starts do not rise from 0 to the {count} connections"
@@ -151,7 +151,8 @@ def _starts(counts: Tensor) -> Tensor:
 
 
 def largest_singular_value(matrix: "csr_matrix") -> float:
-    """Compute the value by Lanczos' method from a fixed start, without a dense matrix."""
+    """Compute the largest singular value by Lanczos' method from a fixed start vector. Only a small
+    matrix is made dense."""
     from scipy.sparse.linalg import svds
 
     rows, columns = np.unique(matrix.nonzero()[0]), np.unique(matrix.indices)
@@ -270,7 +271,7 @@ IN_MASKED, IN_SPARSE = ("weight", "mask"), ("values", "row_starts", "columns")
 
 
 class MaskedLinear(nn.Module):
-    """(M * W) x + b. W starts at 0 and gets no gradient where M is 0."""
+    """(M * W) x + b. If M is 0, W starts at 0 and gets no gradient."""
 
     mask: Tensor
 
@@ -356,7 +357,7 @@ class SparseLinear(nn.Module):
 def _to_masked(
     layer: MaskedLinear, state_dict: dict[str, Tensor], prefix: str, *_unused: object
 ) -> None:
-    """Convert a sparse layer's part of a state dict before it is loaded."""
+    """Convert the entries of a sparse layer in a state dict before loading."""
     if all(f"{prefix}{name}" in state_dict for name in IN_SPARSE):
         values, starts, columns = (state_dict.pop(f"{prefix}{name}") for name in IN_SPARSE)
         connections = Connections(starts, columns, layer.in_features)
@@ -368,7 +369,8 @@ def _to_masked(
 def _to_sparse(
     layer: SparseLinear, state_dict: dict[str, Tensor], prefix: str, *_unused: object
 ) -> None:
-    """Convert a masked layer's part of a state dict, and make room for its connections."""
+    """Convert the entries of a masked layer in a state dict, and resize this layer to the loaded
+    pattern."""
     if all(f"{prefix}{name}" in state_dict for name in IN_MASKED):
         weight, mask = (state_dict.pop(f"{prefix}{name}") for name in IN_MASKED)
         pattern = connections_of(mask)
