@@ -1,17 +1,17 @@
 """Parse timm's names of augmentation policies, without torch.
 
-RandAugment names are sections joined by dashes: `rand`, then any of
+RandAugment names are sections joined by dashes: `rand`, then any of these:
 
 - m: magnitude, 0-10;
 - n: operations per image;
 - p: probability of each operation;
-- mstd: spread of the magnitude; above 100: uniform from 0 to m;
+- mstd: standard deviation of the magnitude; above 100, the magnitude is uniform from 0 to m;
 - mmax: upper bound of the magnitude;
-- inc: 0 or 1; 1: strength grows with the magnitude;
-- tweights: weighted choice without repetition.
+- inc: 1 if the strength grows with the magnitude, otherwise 0;
+- tweights: weighted choice of operations without repetition.
 
-AutoAugment names are `original`, `originalr`, `v0`, `v0r`, optionally with mstd, and `cifar10`,
-which is torchvision's policy.
+AutoAugment names are `original`, `originalr`, `v0`, `v0r`, optionally with mstd. `cifar10` is
+torchvision's policy.
 """
 
 import math
@@ -95,7 +95,7 @@ def _rand_augment(text: str, given: dict[str, str]) -> Policy:
         (
             "t",
             given.get("t") in (None, "weights"),
-            "write tweights, the only choice of timm that does not blur",
+            "write tweights, the only set of operations in timm that does not blur",
         ),
         ("inc", given.get("inc", "0") in ("0", "1"), "write inc0 or inc1"),
         ("p", 0 <= probability <= 1, "write a probability between 0 and 1"),
@@ -115,7 +115,6 @@ def _rand_augment(text: str, given: dict[str, str]) -> Policy:
 
 
 def _sections(text: str, sections: list[str], *, known: tuple[str, ...]) -> dict[str, str]:
-    """Return the value of each section by its key (m, n, p, ...)."""
     given: dict[str, str] = {}
     for section in sections:
         match = re.fullmatch(r"t([a-z0-9]+)|([a-z]+)(\d+(?:\.\d+)?)", section)
@@ -124,7 +123,7 @@ def _sections(text: str, sections: list[str], *, known: tuple[str, ...]) -> dict
         )
         if key not in known:
             remedy = (
-                f"write {', '.join(known)}, each with a number, e.g. {known[0]}0.5"
+                f"use only {', '.join(known)}, each with its value, e.g. {known[0]}9"
                 if known
                 else "remove it"
             )

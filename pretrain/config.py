@@ -1,4 +1,4 @@
-"""Every setting of a pretraining run, with its default and meaning. Does not import torch.
+"""Every setting of a pretraining run, with its default and meaning.
 
 Each section checks its own settings. `load_training_data`, `check_against_data` (datasets.py) and
 `check_against_ranks` check the settings against the dataset and the ranks, before torch is
@@ -63,7 +63,7 @@ def parse_length(text: str) -> Length:
         raise SettingsError("", f"{text!r} is not a length", fix, code="bad-value")
     count = float(form.group(1))
     if unit == "steps" and count != int(count):
-        raise SettingsError("", f"{text!r} is a fraction of a step", fix, code="bad-value")
+        raise SettingsError("", f"{text!r} is not a whole number", fix, code="bad-value")
     return Length(count, unit)  # type: ignore[arg-type]
 
 
@@ -76,7 +76,7 @@ def _length(value: object) -> object:
 
 def _nonzero(text: str) -> str:
     if parse_length(text).amount == 0:
-        fix = "For never, write a length beyond the end of training"
+        fix = "To turn it off, write an interval longer than the training"
         raise SettingsError("", f"{text!r} is not an interval", fix, code="bad-value")
     return text
 
@@ -101,16 +101,17 @@ def parse_window(text: str) -> range:
 
 
 def _kept_out(remedy: str) -> AfterValidator:
-    """Return a validator that rejects secrets in an address, because config.yaml, MLflow and model
-    cards store the address."""
+    """Reject secrets in an address, because config.yaml, MLflow and model cards store the address."""
     return AfterValidator(partial(without_secrets, remedy=remedy))
 
 
-_ELSEWHERE = "set it in data.storage (params={NAME: VALUE} of http), or in a list as a variable"
+_ELSEWHERE = (
+    "set the secret in data.storage (http: params={NAME: VALUE}), or as a $VARIABLE in the list"
+)
 Address = Annotated[str, _kept_out(_ELSEWHERE), PlainSerializer(recorded, return_type=str)]
 """Address of a dataset. A `pipe:` command in the address is never stored."""
 _OF_REMOTE = (
-    "set credentials in checkpoint.remote_storage, or in the configuration of the bucket's tools"
+    "set credentials in checkpoint.remote_storage, or in the config of the bucket's own tools"
 )
 OF_SERVER = (
     "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (a database has its own variables,"
@@ -221,7 +222,7 @@ class StreamSettings(Settings):
     """Number of undecoded samples in a stream's shuffle buffer, on each rank. data.shuffle=none
     keeps the stream's order."""
     eval_dataset: Address | None = Field(None, examples=["data/theirs"])
-    """Indexed dataset for evaluations during training on a stream, with the split `eval_split`.
+    """Indexed dataset with the split `eval_split`, for evaluations of a stream's training.
     Evaluations cannot read a stream."""
 
 
@@ -276,7 +277,7 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
             raise SettingsError(
                 "data.weight",
                 "some datasets have a weight and others have none",
-                "set a weight for `dataset` and for each of data.extra_datasets, or for none",
+                "set a weight for `dataset` and for each of data.extra_datasets, or no weights",
                 code="conflict",
             )
         is_single = not self.extra_datasets, "data.extra_datasets=[]"
@@ -299,7 +300,7 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
             if getattr(self, name) is None:
                 raise SettingsError(
                     f"data.{name}",
-                    "a stream has no default",
+                    "a stream needs a value",
                     f"set data.{name}, for example {example}",
                     code="missing-value",
                 )
@@ -428,8 +429,7 @@ class AugmentSettings(Settings):
 
     @property
     def recipe(self) -> str:
-        """List the settings that differ from no augmentation, for example "flip_probability 0.5".
-        """
+        """List the settings that differ from no augmentation, with their values."""
         plain = AugmentSettings(flip_probability=0).fed_as("bilinear", 1.0).model_dump(mode="json")
         fed = self.fed_as("bilinear", 1.0).model_dump(mode="json")
         return (
@@ -490,7 +490,7 @@ class OptimizerSettings(Settings):
             raise SettingsError(
                 "optimizer.betas",
                 f"{list(self.betas)} is not valid",
-                "each must be in [0, 1), for example [0.9, 0.99]",
+                "write numbers in [0, 1), for example [0.9, 0.99]",
                 code="bad-value",
             )
         return self
@@ -635,7 +635,7 @@ class CheckpointSettings(Settings):
         field = "checkpoint.remote"
         if kind not in REMOTES or not place.strip("/"):
             fix = "Write s3://BUCKET/RUN, or use gs, az or file instead of s3"
-            raise UserError(field, f"{kind!r} is not a bucket", fix, code="bad-value")
+            raise UserError(field, f"{self.remote!r} is not a bucket", fix, code="bad-value")
         if "?" in place:
             fix = "Remove the part of the address that begins with ?"
             raise UserError(field, "a query (?...) is not supported", fix, code="bad-value")
@@ -732,8 +732,8 @@ class TrainingSettings(Settings):
             nearest = nearest_divisor(batch // unit, streams)
             raise SettingsError(
                 "data.canonical_streams",
-                f"{streams} streams do not give equal parts of {batch} images"
-                + ", each of complete MixUp pairs" * (unit - 1),
+                f"{batch} images cannot be divided into {streams} equal parts"
+                + " of complete pairs for mixing" * (unit - 1),
                 f"set data.canonical_streams={nearest}, or another train.global_batch_size",
                 code="mismatch",
             )
@@ -772,7 +772,7 @@ def check_schedule(schedule: ScheduleSettings, lr: float, *, field: str = "optim
         raise SettingsError(
             "schedule.final_lr",
             f"{final_lr} is above {field} {lr}",
-            f"set at most {lr}, because {schedule.name} only lowers it",
+            f"set at most {lr}, because {schedule.name} only lowers the learning rate",
             code="conflict",
         )
     is_wsd, cools = schedule.name == "wsd", parse_length(schedule.cooldown).amount > 0
@@ -783,13 +783,13 @@ def check_schedule(schedule: ScheduleSettings, lr: float, *, field: str = "optim
     }
     check_needs(schedule, "schedule", needs)
     if is_wsd and not cools:
-        problem, fix = "wsd needs a cooldown", "set it, for example '10 epochs'"
+        problem, fix = "wsd needs a cooldown", "set a length, for example '10 epochs'"
         raise SettingsError("schedule.cooldown", problem, fix, code="conflict")
     if first_lr is not None and first_lr > lr:
         raise SettingsError(
             "schedule.warmup_from",
             f"{first_lr} is above {field} {lr}",
-            f"set at most {lr}, because a warm-up only raises it",
+            f"set at most {lr}, because a warm-up only raises the learning rate",
             code="conflict",
         )
 
@@ -803,27 +803,27 @@ def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_r
         near = f"{low} or {high}" if low else f"{high}"
         raise SettingsError(
             "train.global_batch_size",
-            f"{whole} does not split over {num_ranks} ranks",
-            f"the nearest valid size is {near}",
+            f"{whole} is not divisible by {num_ranks} ranks",
+            f"set {near}",
             code="conflict",
         )
     share = whole // num_ranks
     local = train.local_batch_size if isinstance(train.local_batch_size, int) else share
     if share % local:
         fault = (
-            f"{local} does not divide a rank's part of {share} (global_batch_size {whole} on"
+            f"{local} does not divide the {share} samples of a rank (global_batch_size {whole} on"
             f" {num_ranks} ranks)"
         )
         raise SettingsError(
             "train.local_batch_size",
             fault,
-            f"the nearest valid size is {nearest_divisor(share, local)}",
+            f"set {nearest_divisor(share, local)}",
             code="bad-value",
         )
     if augment.mixes_pairs and local % 2:
         raise SettingsError(
             "train.local_batch_size",
-            f"{local} on {num_ranks} ranks is odd, but {' and '.join(augment.mixing)} mixes pairs",
+            f"{local} samples per rank cannot form pairs for {' and '.join(augment.mixing)}",
             "set an even number",
             code="conflict",
         )

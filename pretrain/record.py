@@ -1,7 +1,7 @@
-"""The record of a run: its task, plan, labels, seed and parents. No torch.
+"""The record of a run: its task, plan, labels, seed and parents.
 
-A run writes RUN/record.json when it begins, and keeps it when it resumes. Reports, tables, figures
-and model cards read the record; nothing guesses it from settings.
+A run writes RUN/record.json when it begins, and keeps the file when it resumes. Reports, tables,
+figures and model cards read these facts from the record, never from settings.
 
     {"task": "probe", "plan": "widths", "stage": "probe", "member": "3",
      "labels": {"model.width": "64"}, "seed": 0,
@@ -9,9 +9,8 @@ and model cards read the record; nothing guesses it from settings.
                   "record": {"task": "pretrain", ...}}]}
 
 A parent is the run whose weights this run began with. Its path is relative to the run, so you can
-move both together; a name on the hub is kept unchanged. `checkpoint` is the step of the weights,
-and `sha256` their hash. `record` is the parent's record without its own parents, or null for
-weights without a record.
+move both together. A name on the hub is stored unchanged. `record` is the parent's record without
+the parent's own parents, or null for weights without a record.
 """
 
 import os
@@ -103,8 +102,8 @@ def read_record(run_dir: Path) -> RunRecord | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        problem = f"cannot be read ({str(error).splitlines()[0]})"
-        fix = "remove it and run the same command again"
+        problem = f"the record cannot be read ({str(error).splitlines()[0]})"
+        fix = "remove the file and run the same command again"
         raise UserError(str(path), problem, fix, code="damaged") from None
     parents = [
         each

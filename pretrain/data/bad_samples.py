@@ -24,8 +24,6 @@ MAX_ATTEMPTS = 16
 
 
 class TooManyBadSamples(UserError):  # noqa: N818
-    """More bad samples than the config allows."""
-
     of_all_ranks = True
 
 
@@ -38,13 +36,13 @@ class BadSampleLog:
         self._lock = threading.Lock()
 
     def note(self, bad: Unreadable, stand_in: int | None, *, known_as: Hashable) -> None:
-        """Log the bad sample once. `known_as` identifies the sample, because datasets of a mixture
-        may have equal shard names and keys. `stand_in` None: a stream skips the sample."""
+        """Log the bad sample once, identified by `known_as`: datasets of a mixture may have equal
+        shard names and keys. `stand_in` None: a stream skips the sample."""
         with self._lock:
             if known_as in self._known:
                 return
             self._known.add(known_as)
-            instead = "it is skipped" if stand_in is None else f"sample {stand_in} stands in"
+            instead = "skipped" if stand_in is None else f"replaced by sample {stand_in}"
             print(f"bad sample: {bad.shard}: {bad.key}: {bad.reason}; {instead}", file=sys.stderr)
             if self._log is not None:
                 line = {
@@ -94,8 +92,8 @@ class BadSamples(BadSampleLog):
 
 
 def left_out(bad: Sequence[Unreadable], ids: Ids, images_BHWC: Tensor) -> Ids:
-    """Mask the bad samples of an evaluation, and print each sample once (padding repeats a sample).
-    Return `ids` with -1 for bad samples."""
+    """Mask the bad samples of an evaluation (-1 in the returned ids), and print each sample once,
+    because padding repeats a sample."""
     for each in {each.sample: each for each in bad}.values():
         print(
             f"bad sample: {each.shard}: {each.key}: {each.reason}; the score ignores it",
@@ -113,8 +111,8 @@ def masked(bad: Sequence[Unreadable], ids: Ids, images_BHWC: Tensor) -> Ids:
 
 
 def check_fraction(num_bad: int, *, num_seen: int, num_samples: int, max_fraction: float) -> None:
-    """Raise TooManyBadSamples if the bad samples exceed `max_fraction` of the samples that this
-    attempt has read, or of an epoch if the epoch is larger."""
+    """Raise an error if more than `max_fraction` of the samples of this attempt (or of an epoch, if
+    that is more) are bad."""
     if num_bad > max_fraction * max(num_seen, num_samples):
         raise TooManyBadSamples(
             "data.max_bad_fraction",

@@ -1,5 +1,4 @@
 """The training data of a run: one split of a dataset, a mixture of several datasets, or a stream.
-Does not import torch.
 
 A mixture has all classes of its datasets, in the order of their first occurrence. Equal class names
 are one class. Its channel statistics are averages with the weights of the datasets.
@@ -82,8 +81,8 @@ class Part:
     manifest: Manifest
     split: str
     classes: tuple[int, ...] | None = None
-    """Class numbers in the complete training data, one for each class of this dataset. None: the
-    numbers are the same."""
+    """Number of each class in the complete training data. None: the same numbers as in this
+    dataset."""
     fold: int | None = None
     """Number of the fold to train on, if the split has the annotation `folds`."""
     staged: ShardStore | None = None
@@ -92,7 +91,6 @@ class Part:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples to train on."""
         return self.content.num_samples if self.chosen is None else len(self.chosen)
 
     @cached_property
@@ -144,12 +142,10 @@ class TrainingData:
 
     @property
     def image_size(self) -> int:
-        """Input size of the model."""
         return self.settings.image_size or self.parts[0].manifest.image_size
 
     @property
     def read_parts(self) -> tuple[Part, ...]:
-        """Parts for training and evaluation."""
         evaluated = self.eval_part()
         return self.parts if evaluated is None else (*self.parts, evaluated)
 
@@ -160,7 +156,6 @@ class TrainingData:
 
     @cached_property
     def pixels_hash(self) -> str:
-        """Hash of the pixels that readers decode."""
         return self._hash([part.manifest.pixels_hash for part in self.parts])
 
     def _hash(self, hashes: list[str]) -> str:
@@ -171,8 +166,7 @@ class TrainingData:
 
     @cached_property
     def channel_statistics(self) -> tuple[Statistic, Statistic]:
-        """Mean and standard deviation of each color channel, weighted by how often each dataset is
-        sampled."""
+        """Mean and standard deviation of each color channel, weighted as the datasets are sampled."""
         if len(self.parts) == 1:
             return self.parts[0].manifest.channel_mean, self.parts[0].manifest.channel_std
         shares = np.array(self.weights) / sum(self.weights)
@@ -200,7 +194,7 @@ class TrainingData:
                 self._order(0, end - first, number, seed=seed, batch=global_batch_size)
                 for number, (first, end) in enumerate(pairwise(ends))
             ]
-            # blocks have the size of a shard and begin with it: each shard is in one window
+            # if block_size is the shard size, blocks begin with a shard: each is in one window
             shards = np.cumsum([0, *(shard.num_samples for shard in self.parts[0].content.shards)])
             after = shards[np.searchsorted(shards, ends[:-1])] - ends[:-1]
             return CanonicalStreams(
@@ -235,7 +229,6 @@ class TrainingData:
 
     @property
     def is_remote(self) -> bool:
-        """True if any training shard is on a server."""
         return any(shard.is_remote for part in self.parts for shard in part.content.shards)
 
     def node_bytes(self, num_nodes: int) -> int:
@@ -249,17 +242,15 @@ class TrainingData:
         )
 
     def reading_in_words(self, num_nodes: int) -> str:
-        """Describe the part of the training data that a node reads in an epoch."""
         own, total = self.node_bytes(num_nodes), self.node_bytes(1)
         nodes = f"{num_nodes} node{'s' * (num_nodes > 1)}"
-        words = f"with {nodes} a node reads at most {own / 1e9:,.3g} GB an epoch"
-        words += f", {own / total:.1%} of the shards"
+        words = f"with {nodes}, a node reads at most {own / 1e9:,.3g} GB per epoch"
+        words += f" ({own / total:.1%} of the shards)"
         if num_nodes > 1 and self.settings.canonical_streams % num_nodes:
-            words += f"; data.canonical_streams={num_nodes} would limit it to its own shards"
+            words += f"; with data.canonical_streams={num_nodes}, only its own shards"
         return words
 
     def epoch_size(self, *, global_batch_size: int) -> int:
-        """Return the number of positions in one epoch."""
         return epoch_length(
             self.num_samples,
             global_batch_size=global_batch_size,
@@ -267,26 +258,23 @@ class TrainingData:
         )
 
     def steps(self, length: str, *, global_batch_size: int) -> int:
-        """Convert a length of the settings, for example 5 epochs, to steps."""
         num_samples = self.epoch_size(global_batch_size=global_batch_size)
         return parse_length(length).steps(
             global_batch_size=global_batch_size, num_samples=num_samples
         )
 
     def eval_part(self) -> Part | None:
-        """Return the evaluation split of the first dataset, with the class numbers of the complete
-        training data. Return None if there is no evaluation split."""
+        """Return the evaluation split of the first dataset, with the class numbers of all training
+        data, or None."""
         first, split = self.parts[0], self.settings.eval_split
         return None if split is None else replace(first, split=split, fold=None)
 
     @property
     def baselines(self) -> str:
-        """Describe the accuracies of constant predictions on the evaluation split."""
         part = self.eval_part()
         return baselines(len(self.classes), part.content.largest_class if part else None)
 
     def _order(self, number: int, num_samples: int, *stream: int, seed: int, batch: int) -> Order:
-        """Return the order of a part, or of one stream of a part."""
         data, part = self.settings, self.parts[number]
         differs = [number] if number else []  # two uses of a dataset need two orders
         if stream:
@@ -331,14 +319,13 @@ class StreamData(TrainingData):
         if len(self.urls) < num_ranks:
             raise SettingsError(
                 "data.dataset",
-                f"each rank reads its own shards, but {num_ranks} ranks have {len(self.urls)}",
-                "write more shards, or index them with data_prep index, so that ranks share shards",
+                f"{num_ranks} ranks need at least {num_ranks} shards, not {len(self.urls)}",
+                "write more shards, or index the shards with data_prep index to share them",
                 code="mismatch",
             )
 
     @property
     def in_words(self) -> str:
-        """Describe the stream and its limits."""
         rows = [" ".join(f"{value:.3f}" for value in row) for row in self.channel_statistics]
         default = (
             ", ImageNet's by default"
@@ -346,8 +333,8 @@ class StreamData(TrainingData):
             else ""
         )
         return (
-            f"a stream of {len(self.urls):,} shards: no shuffle over all shards and no exact"
-            f" resume; an epoch is data.samples_per_epoch={self.num_samples:,}; mean / std"
+            f"a stream of {len(self.urls):,} shards: it has no shuffle over all shards and no exact"
+            f" resume; an epoch has {self.num_samples:,} samples; mean / std of the colors is"
             f" {' / '.join(rows)}{default}"
         )
 
@@ -457,7 +444,7 @@ def expand_shards(words: str) -> tuple[str, ...]:
         if is_record(part):
             raise SettingsError(
                 "data.dataset",
-                f"{part} is only the record of a command",
+                f"{part} is only the record of a command, not the command",
                 "give the command again as data.dataset='pipe:COMMAND'",
                 code="missing-value",
             )
@@ -552,7 +539,6 @@ def _labeled(manifest: Manifest, split: str, *, field: str, directory: str) -> N
 
 
 def num_folds(part: Part) -> int:
-    """Return the number of folds of the split, or 0 if the split has none."""
     annotation = part.content.annotations.get(FOLDS)
     return annotation.num_columns if annotation else 0
 
@@ -581,8 +567,8 @@ def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
         example = (*sized, keeping[0].manifest.image_size)[0]
         raise SettingsError(
             "data.image_size",
-            f"it is required because {keeping[0].directory} keeps the images' own sizes",
-            f"set it, for example data.image_size={example}",
+            f"a value is required because {keeping[0].directory} keeps the images' own sizes",
+            f"set a size, for example data.image_size={example}",
             code="missing-value",
         )
     stored = {part.manifest.image_size for part in parts if part not in keeping}
@@ -599,7 +585,8 @@ def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
         if (size := part.stored_size(data.image_size)) != first:
             raise SettingsError(
                 "data.extra_datasets",
-                f"{part.directory} has images of {size} px, but {parts[0].directory} of {first} px",
+                f"images have {size} px in {part.directory}, but {first} px in"
+                f" {parts[0].directory}",
                 "build one dataset again with the size of the other",
                 code="mismatch",
             )

@@ -1,19 +1,19 @@
-"""Batches for one rank, prefetched by threads in the plan's order, for training and evaluation.
+"""Batches of one rank for training and evaluation, prefetched by threads in the order of the plan.
 
 The loader has no state: it starts after `consumed` samples, a number in the trainer's checkpoint.
 Threads suffice, because gathering from mapped shards, libjpeg-turbo and numpy release the GIL.
 
 A batch is made in these steps:
 
-1. The caller takes a batch and makes room for one more request.
+1. The caller takes a finished batch. Then the loader submits the next request.
 2. The first free thread locates the samples of a group of requests, because numpy is slow for few
-   samples. The first group is one request, and each next group is twice as large. The first batch
-   then opens few indices.
+   samples. The first group is one request, so that the first batch opens few indices. Each next
+   group is twice as large.
 3. The threads fill parts of one reused buffer.
-4. The last thread to finish looks up the labels and calls `finish` (the augmentation on a CPU,
-   nothing for a GPU, see feed.py).
+4. The last thread to finish looks up the labels and calls `finish` (the augmentation on a CPU, no
+   work for a GPU, see feed.py).
 
-At most `prefetch` batches are in progress. Remote shards are announced early, for all ranks.
+At most `prefetch` batches are in progress. Remote shards are prefetched for all ranks of a node.
 """
 
 import itertools
@@ -41,8 +41,8 @@ from pretrain.ranks.world import World
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 OnBad = Callable[[Sequence[Unreadable], Ids, Tensor], Ids]
-"""Function that replaces or masks the bad samples in (ids, images). For each row, the function
-returns the id of the sample whose label counts, or -1 for a masked row."""
+"""Function that replaces or masks the bad samples in (ids, images). For each row, it returns the id
+of the sample whose label counts, or -1 for a masked row."""
 Waits = Callable[[Future[T]], T]
 """Function that waits for a batch, for example `StopFlag.result`."""
 
@@ -111,7 +111,6 @@ class Batch:
 
 
 def as_stored(batch: Batch) -> Batch:
-    """Return the batch unchanged, as a `finish` function without work."""
     return batch
 
 
@@ -173,7 +172,7 @@ def evaluation_batches(
     """Return every sample of the split once, in order, over all ranks. Padding and unreadable
     samples are masked."""
     plan = BatchPlan(local_batch_size * world.num_ranks, local_batch_size, world.num_ranks)
-    num_batches = -(-reader.num_samples // plan.global_batch_size)  # of every rank
+    num_batches = -(-reader.num_samples // plan.global_batch_size)  # per rank
     positions = itertools.islice(plan.sequence(consumed=0, rank=world.rank), num_batches)
     return Batches(
         reader,
@@ -231,7 +230,7 @@ class Batches(Generic[T]):
 
     def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
         if kind is not None:
-            self.end_waits()  # without it, closing may wait for a download
+            self.end_waits()  # otherwise closing may wait for a download
         self.close()
 
     def __iter__(self) -> Iterator[T]:
@@ -268,7 +267,7 @@ class Batches(Generic[T]):
             return
         group = self._group
         request, own = group.jobs.popleft()
-        # all threads share the decoding of a batch, but only idle threads share gathering
+        # all threads decode parts of a batch, but only idle threads help to gather raw images
         smallest, sharing = SMALLEST_PART, self._num_threads
         if not self.reader.decodes:
             smallest, sharing = (
@@ -319,8 +318,6 @@ class _Group:
 
 
 class _Job(Generic[T]):
-    """One batch that threads are filling."""
-
     def __init__(
         self, batches: Batches[T], group: _Group, request: Request, *, own: slice, num_parts: int
     ):
@@ -343,7 +340,6 @@ class _Job(Generic[T]):
 
     def _run(self, part: int) -> None:
         batches, first, end = self._batches, self._cuts[part], self._cuts[part + 1]
-        # for each batch: the batches of other ranks are between the batches of a group
         batches.announce(int(self._request.positions.min()))
         epochs, places = self._group.located()
         places = places.part(self._own)
@@ -409,7 +405,7 @@ def lone_threads(number: int, *, pin: bool) -> ThreadPoolExecutor:
         try:
             if device is not None:
                 torch.cuda.set_device(device)  # else pinned memory opens a context on the first GPU
-            torch.get_num_threads()  # else torch's first operation takes the process's number
+            torch.get_num_threads()  # else torch's first operation resets the number of threads
             torch.set_num_threads(1)  # for this thread, and for threads that begin later
         except BaseException:
             started.abort()

@@ -17,21 +17,21 @@ how well that mixes classes).
 
 A `Mixture` of datasets is one line: the source of each position is a pure function of weights and
 position. For two sources of weights a and b, floor(p a / (a + b)) of the first p positions belong
-to the first source. For more sources, the first is split from all others, and so on.
+to the first source. With more sources, the first is separated from all others, then the second.
 
-In every range of positions each source has its fraction to within the number of sources. Position n
-of a source is position n of its own order. If weights are numbers of samples, one epoch has every
-sample of every source once. Sample ids of a source follow the ids of the previous sources, as in
-`ShardReader`.
+In every range of positions, the number of samples of a source differs from its expected number by
+at most the number of sources. Position n of a source is position n of its own order. If the weights
+are numbers of samples, one epoch has every sample of every source once. Sample ids of a source
+follow the ids of the previous sources, as in `ShardReader`.
 
-N `CanonicalStreams` cut the samples into N ranges, each with its own order. Every global batch
-takes an equal part from each stream. A rank takes a connected part of the batch, so a node reads
+N `CanonicalStreams` divide the samples into N ranges, each with its own order. Every global batch
+takes an equal part from each stream. A rank takes a contiguous part of the batch, so a node reads
 only the streams of its ranks. The streams depend only on N, so all world sizes still train on the
-same batches. Epochs are counted per stream: if N does not divide the samples, the epochs of longer
-streams end one sample later each.
+same batches. If N does not divide the number of samples, some streams have one more sample than
+others, and their epochs are longer.
 
-All random numbers of training are counter-based: `hash64` of their purpose. No generator has a
-state.
+All random numbers of training are counter-based: `hash64` computes each number from a key, without
+a generator's state.
 """
 
 import itertools
@@ -114,7 +114,6 @@ class Line(Protocol):
 
 
 def epoch_length(num_samples: int, *, global_batch_size: int, last_batch: LastBatch) -> int:
-    """Return the number of positions in one epoch."""
     if last_batch == "carry":
         return num_samples
     batches = (
@@ -146,7 +145,6 @@ class Order:
             raise UserError("data", problem, "choose another split", code="empty")
 
     def locate(self, positions: Ids) -> tuple[Ids, Ids]:
-        """Return (epoch, sample id) of positions on the endless line."""
         epochs, within = np.divmod(positions, self.length or self.num_samples)
         within %= self.num_samples  # `pad` repeats the first samples
         samples = np.empty_like(within)
@@ -332,7 +330,6 @@ class BatchPlan:
         return positions[(readers >= ranks.start) & (readers < ranks.stop)]
 
     def sequence(self, *, consumed: int, rank: int) -> Iterator[Ids]:
-        """Yield the positions of a rank's endless micro-batches."""
         for start in itertools.count(consumed, self.global_batch_size):
             for micro_step in range(self.accumulation_steps):
                 yield self.positions(consumed=start, micro_step=micro_step, rank=rank)

@@ -1,16 +1,15 @@
 """Random access to the samples of one split, or of several datasets one after the other.
 
-All shards are in one range of addresses, and all indices in another (`FileRange`). A batch of raw
-images is one gather over all shards. Tar members begin at multiples of 512 bytes, so the range is
-viewed as overlapping rows that begin at every block. Other images are decoded one by one, by the
-code that verified the dataset. Pixels are uint8 (B, H, W, 3).
+All shards are mapped into one range of addresses, and all indices into another (`FileRange`). A
+batch of raw images is one gather over all shards. Tar members begin at multiples of 512 bytes, so
+the range is viewed as overlapping rows that begin at every 512-byte block. Other images are decoded
+one by one, by the code that also verifies datasets. Pixels are uint8 (B, H, W, 3).
 
 Shards are opened at their first use. Local shards then stay mapped. A remote shard is unmapped when
-no thread reads it and it is not needed next. The store may also unmap it to make room for another
-reader.
+no thread reads it and no announced sample needs it, or when the store needs its space.
 
 Invariants: a shard stays mapped while a `reading` block with its number is open; a mapped file has
-the size of the manifest.
+the size in the manifest.
 
 The file is long because it covers the complete path from a sample's number to its pixels.
 """
@@ -148,7 +147,6 @@ class ShardReader:
         return Places(ids, shards, self._shards.files.starts[shards] + offsets, lengths, labels)
 
     def shards_of(self, ids: Ids) -> Ids:
-        """Return the number of each sample's shard."""
         return np.searchsorted(self._starts, ids, side="right") - 1
 
     def images(self, ids: Ids) -> Tensor:
@@ -189,7 +187,6 @@ class ShardReader:
         return found
 
     def fetch_ahead(self, ids: Ids) -> None:
-        """Prefetch the remote shards of the next samples, in their order."""
         if self.is_remote:
             numbers = self.shards_of(ids)
             _, first = np.unique(numbers, return_index=True)
@@ -203,7 +200,6 @@ class ShardReader:
         return int(start + int(hash64(sample, attempt)) % (end - start))
 
     def names(self, ids: Ids) -> list[tuple[str, str]]:
-        """Return (shard, key) of the samples."""
         numbers = self.shards_of(ids).tolist()
         placed = {number: self._placed[number] for number in numbers}
         paths = {
@@ -278,7 +274,6 @@ def open_split(
 def reading(
     parts: Sequence[Part], data: ReadingSettings, *, image_size: int | None = None
 ) -> Iterator[ShardReader]:
-    """Yield a reader with its own store of remote shards."""
     reader = ShardReader(parts, image_size=image_size, store=open_store(data, parts))
     try:
         yield reader
@@ -388,10 +383,10 @@ class MappedShards:
         if max_bytes is not None and num_bytes > max_bytes:
             raise UserError(
                 "data.cache_gb",
-                f"the next samples are in {len(remote):,} remote shards of {num_bytes / 1e9:.3g} GB"
-                f" together, but the cache has {max_bytes / 1e9:g} GB",
-                "raise data.cache_gb, or train with data.shuffle=block, which needs few shards at a"
-                " time (with smaller data.block_size and data.window_blocks)",
+                f"the next samples need {len(remote):,} shards ({num_bytes / 1e9:.3g} GB), but the"
+                f" cache has {max_bytes / 1e9:g} GB",
+                "raise data.cache_gb, or use data.shuffle=block with a smaller data.block_size and"
+                " data.window_blocks",
                 code="no-space",
             )
         self.release_idle(kept=frozenset(remote))
@@ -506,7 +501,7 @@ def _map(address: int | None, num_bytes: int, access: int, kind: int, descriptor
         code = ctypes.get_errno()
         raise OSError(
             code,
-            f"{os.strerror(code)} (mapping {num_bytes:,} bytes; see ulimit -v and"
+            f"{os.strerror(code)} (cannot map {num_bytes:,} bytes; see ulimit -v and"
             " vm.max_map_count)",
         )
     return found

@@ -28,7 +28,6 @@ class RealLabels:
 
     @classmethod
     def of(cls, part: Part, *, num_answers: int, device: torch.device) -> "RealLabels | None":
-        """Load the labels. Return None if the split has no ReaL labels."""
         if NAME not in part.content.annotations:
             return None
         bits = load_annotation(part.directory, part.content, NAME)
@@ -36,7 +35,7 @@ class RealLabels:
         if bits.shape[1] != num_classes:
             raise DatasetError(
                 str(part.directory),
-                f"the annotation {NAME!r} has {bits.shape[1]:,} classes, but the dataset"
+                f"the annotation {NAME!r} has {bits.shape[1]:,} classes, but the dataset has"
                 f" {num_classes:,}",
                 "build the dataset again",
                 code="mismatch",

@@ -44,12 +44,12 @@ def stage_data(
             if world.local_rank == 0:
                 _copy(store, files, stop)
             return store
-        except StoppedError:  # training checks the stop flag
+        except StoppedError:  # the training loop handles the stop flag
             pass
         except (StoreError, OSError) as error:
             if world.local_rank == 0:
                 warning = f"WARNING: data.stage_dir on {platform.node()}: {error}"
-                print(f"{warning} Training reads the data in place.", file=sys.stderr, flush=True)
+                print(f"{warning} Training reads the original files.", file=sys.stderr, flush=True)
         return None
 
     PROGRESS.mark("staging the data")

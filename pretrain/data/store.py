@@ -3,29 +3,29 @@
 Remote shards are fetched when they are needed, within `data.cache_gb` (`data.cache_dir`). Files to
 stage are all fetched before training begins (`data.stage_dir`, staging.py).
 
-    DIR/                 mode 0700, ours
-      .locks             one byte for each file, at an offset from its hash; nothing is written
-      SHA256.tar         a complete, verified copy of a shard; SHA256.npy: of an index
-      SHA256.tar.part    a download, which has its full size from the start
+    DIR/                 mode 0700, owned by the user
+      .locks             lock file: each shard has a byte, at an offset from its hash
+      SHA256.tar         complete, verified copy of a shard (SHA256.npy: of an index)
+      SHA256.tar.part    incomplete download, with its full size from the start
 
-All locks are open-file-description locks on bytes of `.locks`. A lock ends with its process, and it
-also excludes other threads of the same process. `hold` reads a file in these steps:
+All locks are open-file-description locks on bytes of `.locks`. A lock ends with its process, and
+also excludes other threads of the same process. `hold` fetches and locks a file in these steps:
 
-1. Lock the file's byte shared. If the copy is complete, keep the lock until `release`.
-2. Otherwise lock the byte exclusively. If another thread or process has it, wait and repeat 1.
-3. Lock the room's byte. Remove the least recently used files whose bytes can be locked, until the
-   new file fits. If it cannot fit, remove nothing, release one file of read-ahead and all idle
-   files of this process, wait, and repeat 1. Create the .part in its full size. Unlock the room.
-4. Fetch into the .part, check the hash, fsync, rename it with the room's lock, and turn the
-   exclusive lock into a shared one.
+1. Take a shared lock on the file's byte. If the copy is complete, keep the lock until `release`.
+2. Otherwise take an exclusive lock on the byte. If it is taken, wait and repeat step 1.
+3. Take the space lock (another byte). Remove the least recently used files whose bytes can be
+   locked, until the new file fits. If it cannot fit, remove nothing, release one prefetched file
+   and all idle files of this process, wait, and repeat step 1. Create the .part file.
+4. Fetch into the .part file, check the hash, fsync, rename the file under the space lock, and turn
+   the exclusive lock into a shared lock.
 
-Read-ahead takes the same steps for the announced files, in their order. It holds them until a
-reader holds them or the next list is announced. It pauses while `hold` waits for room.
+Read-ahead threads take the same steps for a list of files, in order. They hold each file until a
+reader holds it or a new list arrives. They pause while `hold` waits for space.
 
 Invariants:
 
 - A file has its final name only if its hash was correct.
-- The sizes of all files stay within the bound.
+- The total size of all files stays within `max_bytes`.
 - A held file is not removed; a mapped file stays readable after its removal.
 - The mtime of a copy is its last use.
 """
@@ -157,7 +157,7 @@ class ShardStore:
         return self.path / file.name
 
     def hold_present(self, files: Sequence[File]) -> bool:
-        """Hold all files if all copies are complete. Otherwise hold none and return False."""
+        """Hold all files and return True, but only if all copies are complete."""
         for count, file in enumerate(files):
             self._check(file)
             if not self._share(file):
@@ -280,8 +280,8 @@ class ShardStore:
             fix = f"free disk space, or choose another {self.setting}"
             raise NoRoomError(
                 str(self.path),
-                f"{source} ({num_bytes / 1e9:,.3g} GB) do not fit: {missing / 1e9:,.3g} GB are"
-                " missing, even without all unused files",
+                f"no space for {source} ({num_bytes / 1e9:,.3g} GB): {missing / 1e9:,.3g} GB are"
+                " missing, even after removal of all unused files",
                 fix if self.max_bytes is None else "raise data.cache_gb",
                 code="no-space",
             )
@@ -316,7 +316,7 @@ class ShardStore:
         def write(data: bytes | memoryview) -> None:
             view = memoryview(data)
             if content.tell() + len(view) > file.num_bytes:
-                raise ContentError(f"it has more than the manifest's {file.num_bytes:,} bytes")
+                raise ContentError(f"it has more bytes than the manifest's {file.num_bytes:,}")
             self.num_written += len(view)
             with self._disk_errors():
                 while view:
@@ -340,7 +340,7 @@ class ShardStore:
             raise ContentError(f"it has {num_bytes}")
         content.seek(0)
         if (sha256 := hashlib.file_digest(content, "sha256").hexdigest()) != file.sha256:
-            raise ContentError(f"it has sha256 {sha256} instead of the manifest's {file.sha256}")
+            raise ContentError(f"it has sha256 {sha256}, not the manifest's {file.sha256}")
 
     def _pieces(self, source: Path) -> Iterator[memoryview]:
         piece = memoryview(bytearray(PIECE_BYTES))
@@ -356,7 +356,6 @@ class ShardStore:
             raise StoreError(str(source), problem, fix, code="unreadable") from None
 
     def _read_ahead(self) -> None:
-        """Fetch and hold the files of the newest read-ahead list."""
         while not self._stop.is_set():
             with self._lock:
                 if not (pending := self._pending):
@@ -394,8 +393,7 @@ class ShardStore:
                 self._pending.appendleft(file)
 
     def _check(self, file: File) -> None:
-        """Raise an error if the name may lead out of the directory, or if the cache is too small.
-        """
+        """Raise an error if the name may lead out of the directory, or if the cache is too small."""
         if not _NAME.fullmatch(file.name):
             raise DatasetError(
                 shown(file.source),
@@ -406,14 +404,13 @@ class ShardStore:
         if self.max_bytes is not None and file.num_bytes > self.max_bytes:
             raise StoreError(
                 "data.cache_gb",
-                f"{shown(file.source)} has {file.num_bytes / 1e9:,.3f} GB, and the cache only"
+                f"{shown(file.source)} has {file.num_bytes / 1e9:,.3f} GB, but the cache has only"
                 f" {self.max_bytes / 1e9:,.3f} GB",
                 "raise data.cache_gb",
                 code="no-space",
             )
 
     def _warn(self, problem: str) -> None:
-        """Print a server's problem, at most once in WARN_AGAIN_S seconds for all threads."""
         if time.monotonic() - self._warned_s >= WARN_AGAIN_S:
             self._warned_s = time.monotonic()
             print(f"waiting for {problem}", file=sys.stderr, flush=True)
@@ -476,7 +473,7 @@ def _make_private(path: Path, setting: str) -> None:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or writable:
         raise StoreError(
             str(path),
-            "this is not a directory that belongs to you and that only you can write to",
+            "it must be a directory that belongs to you and that no other user can write to",
             f"choose a directory of your own as {setting}",
             code="unsafe",
         )

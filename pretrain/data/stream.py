@@ -1,18 +1,18 @@
 """`data.stream`: train on shards in their order of arrival, without an index.
 
 webdataset opens the shards, groups members into samples, shuffles the samples in a buffer and
-decodes labels. Each pass deals the shards out again, to all ranks and to the few shards that a rank
-reads at the same time. A rank begins its next pass when its shards end, so all ranks have the same
-number of steps. The samples are a function of (list, seed, ranks, first position). A resumed run
-begins a new pass.
+decodes labels. Each pass distributes the shards again over all ranks and their parallel readers. A
+rank begins its next pass when its shards end, so all ranks have the same number of steps. The
+samples depend only on the shard list, seed, ranks and first position. A resumed run begins a new
+pass.
 
-Threads read, not the worker processes of a DataLoader. Workers would keep `pipe:` commands alive
-after the end, hide one-line errors, and fork a process that uses CUDA.
+The readers are threads, not worker processes of a DataLoader. Workers would keep `pipe:` commands
+alive after the end, hide one-line errors, and fork a process that uses CUDA.
 
 A batch is made in these steps:
 
-1. One thread for each open shard gathers samples. A shard that breaks is opened again, and its
-   earlier samples are skipped.
+1. One thread for each open shard gathers samples. After a read error, the thread opens the shard
+   again and skips earlier samples.
 2. The samples of the open shards alternate, and pass through webdataset's shuffle buffer.
 3. Threads of the loader decode chunks of samples, in order.
 4. One thread (the taker) copies decoded samples into batches. It logs, counts and skips unusable
@@ -226,7 +226,7 @@ class Stream:
                         name: data for name, data in group.items() if isinstance(data, bytes)
                     }
                     used = [name for name in members if name == label or self._is_image(name)]
-                    if len(used) < 2:  # the message names the other members
+                    if len(used) < 2:  # the error message lists all members
                         used = list(members)
                     kept = {name: members[name] for name in used}
                     yield Sample(shard, group["__key__"], kept)
@@ -238,7 +238,7 @@ class Stream:
     def _stream(self, url: str) -> Iterator[IO[bytes]]:
         scheme, storage = urlsplit(url).scheme, self._settings.storage
         if scheme in STORES or (scheme in ("http", "https") and storage):
-            whole = {"block_size": 0} if scheme not in STORES else {}  # web servers without ranges
+            whole = {"block_size": 0} if scheme not in STORES else {}  # without range requests
             with closing(client(url, storage).open(url, "rb", **whole)) as file:
                 yield file
             return
@@ -270,7 +270,7 @@ class Stream:
                 pass  # an early close of the pipe would end the command with an error
             status = pipe.proc.wait()
         except OSError:
-            with suppress(subprocess.TimeoutExpired):  # may be the effect of a cut output
+            with suppress(subprocess.TimeoutExpired):  # a failed command may have caused the error
                 status = pipe.proc.wait(timeout=_LAST_WORDS_S)
             if not status:
                 raise
@@ -345,7 +345,6 @@ class Stream:
 
 
 def _in_order(jobs: Iterator[Future[list[T]]], *, num_ahead: int) -> Generator[T]:
-    """Yield the items of all jobs in order, with `num_ahead` jobs in progress."""
     submitted = deque(itertools.islice(jobs, num_ahead))
     while submitted:
         yield from submitted.popleft().result()
@@ -406,7 +405,6 @@ def _listed(sample: Sample) -> str:
 
 
 def _label_hint(sample: Sample) -> str:
-    """Suggest a value of data.label for this sample."""
     with suppress(ValueError):
         tree = json.loads(sample.members.get("json", b"{}"))
         if keys := [key for key, value in tree.items() if isinstance(value, int | str)]:

@@ -1,22 +1,22 @@
-"""A split of a dataset for other training loops: `Shards` has samples by number, `ShardBatches`
+"""A split of a dataset for other training loops: `Shards` returns samples by number, `ShardBatches`
 iterates batches, `ShardLoader` adds worker processes.
 
 Images are uint8 (3, H, W) squares without augmentation. The label of an unlabeled image is -1.
 
-A `ShardBatches` follows the line of training in order.py. Global batch i has positions [i B, (i +
-1) B) for any number of ranks and workers. Its state has two numbers:
+`ShardBatches` uses the sample order of training (order.py). Global batch i has positions [i B, (i +
+1) B) for any number of ranks and workers. The state is the two numbers `epoch` and `samples`:
 
-1. `epoch` counts passes. A shuffled pass has N // B full batches of N samples, and the next pass
+1. `epoch` counts passes. A shuffled pass over N samples has N // B full batches, and the next pass
    begins with the remaining samples. A pass without shuffling has every sample once.
 2. `samples` counts the samples that all ranks have consumed. The next batch begins at this
    position.
-3. Rank r of R takes slice r of R nearly equal slices of each batch.
-4. Worker w of W takes batches w, w + W, ... from `samples` on, because a DataLoader takes batches
-   from its workers in turn. In a worker, `samples` is the begin of its next round of W batches.
-5. Workers have copies of the dataset and must be told the next pass. `ShardLoader` counts batches
-   and passes itself. A worker of torchdata's StatefulDataLoader that ends a pass writes the next
-   epoch to shared memory. All its workers read it before the first of them begins. Workers of a
-   plain DataLoader fail, because they would repeat the first pass.
+3. Each batch has R nearly equal slices for R ranks.
+4. Worker w of W takes batches w, w + W, ... after `samples`, because a DataLoader takes batches
+   from its workers in turn. In a worker, `samples` is the start of its next W batches.
+5. Each worker has a copy of the dataset and does not see when a pass ends. `ShardLoader` counts
+   batches and passes for its workers. With torchdata's StatefulDataLoader, a worker that ends a
+   pass writes the next epoch to shared memory, and all workers read it before the next pass.
+   Workers of a plain DataLoader fail, because they would repeat the first pass.
 """
 
 import math
@@ -44,8 +44,7 @@ Transform = Callable[[Tensor], Any]
 
 
 class Shards(Dataset[tuple[Any, int]]):
-    """`shards[7]` is (image, label). A worker of a DataLoader reads all samples of a batch at once.
-    """
+    """`shards[7]` is (image, label). A worker of a DataLoader reads all samples of a batch at once."""
 
     def __init__(
         self,
@@ -92,7 +91,6 @@ class Shards(Dataset[tuple[Any, int]]):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickle, without the mapped shards."""
         return self.__dict__ | {"_reader": None}
 
 
@@ -132,13 +130,11 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         """True in the workers of a loader that tells its workers which pass comes next."""
 
     def __len__(self) -> int:
-        """Return the number of batches in a pass."""
         if self.shuffle:
             return max(1, len(self.shards) // self.batch_size)
         return math.ceil(len(self.shards) / self.batch_size)
 
     def ranks(self) -> tuple[int, int]:
-        """Return (rank, number of ranks)."""
         if self._ranks is not None:
             return self._ranks
         if distributed.is_available() and distributed.is_initialized():
@@ -148,7 +144,7 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         return 0, 1
 
     def state_dict(self) -> dict[str, Any]:
-        self.is_followed = get_worker_info() is not None  # torchdata asks before the first batch
+        self.is_followed = get_worker_info() is not None  # torchdata: before the first batch
         return self._identity | {"epoch": self.epoch, "samples": self.samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -182,7 +178,6 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         self.go_to(self.epoch + 1, self._begin_of(self.epoch + 1))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the remaining batches of the pass."""
         if get_worker_info() is None:
             self.enter_pass()
         elif self._shared_epoch > self.epoch and not self.is_followed:

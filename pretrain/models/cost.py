@@ -1,15 +1,15 @@
 """Cost of a model: parameters, MACs, effective width and connections per layer.
 
-Formulas on the spec need no torch, so `pretrain models` and `pretrain estimate` print at once. The
-costs of timm's models are known at the paper's sizes, and counted by torch at other sizes.
+The formulas need no torch, so `pretrain models` and `pretrain estimate` print at once. The costs of
+timm's models are constants at the paper's image sizes; torch counts the costs at other sizes.
 
-Letters are the Mixer paper's: S tokens, C channels, m = S C. gamma is the hidden width of a mixing
-as a multiple of its input (1 for an S-Mixer, which has no hidden layer). p is the density of a
-SW-MLP.
+The letters are from the Mixer paper: S tokens, C channels, m = S C. gamma is the hidden width of a
+mixing layer as a multiple of its input width (1 for an S-Mixer, which has no hidden layer). p is
+the density of a SW-MLP.
 
-A mixing layer is a sparse m x gamma m matrix. Across tokens it has C copies of a gamma S x S
-matrix, across channels S copies of a gamma C x C matrix. Omega is the mean of both numbers of
-entries. The calculators return the integer nearest to the real solution, as the paper does.
+A mixing layer is a sparse m x gamma m matrix. For token mixing, the matrix has C copies of a
+gamma S x S matrix. For channel mixing, it has S copies of a gamma C x C matrix. Omega is the mean
+number of entries of the two. Computed sizes are rounded to the nearest integer, as in the paper.
 """
 
 import math
@@ -70,12 +70,10 @@ def cost_of(spec: AnySpec, *, num_classes: int, image_size: int) -> Cost:
 
 
 def num_block_parameters(spec: AnySpec, *, image_size: int) -> int:
-    """Count the parameters of the blocks. The sizes of stem and head depend on the task."""
     return _parts(spec, image_size=image_size)[1].num_parameters
 
 
 def num_features_of(spec: AnySpec, *, image_size: int) -> int:
-    """Return the number of features that the classifier receives."""
     return _parts(spec, image_size=image_size)[2]
 
 
@@ -106,7 +104,7 @@ def _parts(spec: AnySpec, *, image_size: int) -> tuple[Cost, Cost, int]:
         case TimmModelSpec():
             return Cost(), Cost(), spec.num_features
         case ImportSpec():
-            return Cost(), Cost(), 0  # only its weights tell
+            return Cost(), Cost(), 0  # unknown without its weights
 
 
 def forward_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:
@@ -230,7 +228,6 @@ def _structured(spec: StructuredMlpSpec, *, image_size: int) -> Cost:
 
 
 def count_cost(spec: TimmSpec, *, image_size: int) -> Cost:
-    """Count the cost of a model without its head, with torch."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -107,9 +107,8 @@ class ImageModel(nn.Module, ABC):
         output_fmt: Literal["NCHW", "NLC"] = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Return the features and the outputs of the blocks `indices`, as maps or as (B, positions,
-        channels). An integer n selects the last n blocks. `intermediates_only`: return only the
-        outputs."""
+        """Return the features and the outputs of the blocks `indices` (an integer selects the last
+        blocks), as maps or as (B, positions, channels)."""
         taken = taken_blocks(indices, num_blocks=len(self.blocks))
         x_BF, found = self.embed(x), []
         for number, block in enumerate(self.blocks):
@@ -129,8 +128,7 @@ class ImageModel(nn.Module, ABC):
         prune_norm: bool = False,
         prune_head: bool = True,
     ) -> list[int]:
-        """Remove the blocks after the last block in `indices`. Return the numbers of the blocks in
-        `indices`."""
+        """Remove the blocks after the last block in `indices`."""
         taken = taken_blocks(indices, num_blocks=len(self.blocks))
         self.blocks = self.blocks[: max(taken) + 1]
         if prune_norm:
@@ -140,7 +138,6 @@ class ImageModel(nn.Module, ABC):
         return taken
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Store only the inputs of the blocks, and recompute the blocks in the backward pass."""
         if enable and any(isinstance(module, BatchNorm1d) for module in self.blocks.modules()):
             raise UserError(
                 "set_grad_checkpointing",
@@ -151,7 +148,6 @@ class ImageModel(nn.Module, ABC):
         self.grad_checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Group layers by depth, for layer-wise learning rates."""
         del coarse
         return {
             "stem": r"^(?:stem|widen)\.",

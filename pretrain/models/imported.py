@@ -1,5 +1,4 @@
-"""A model of the user's own: `model: {import: "my_package.my_module:MyModel"}`. Does not import
-torch.
+"""A model of the user's own: `model: {import: "my_package.my_module:MyModel"}`.
 
 `allow_import` is called with a path from the user's config or from `--allow-import`, never with a
 path from a checkpoint. Before every import, `check_allowed` raises an error for any other path.
@@ -22,13 +21,12 @@ _ALLOWED = set[str | None]()
 
 
 def add_allow_import(verb: argparse.ArgumentParser) -> None:
-    words = "run this code if a checkpoint names it as its model"
+    words = "allow a checkpoint to run this code as its model"
     about: dict[str, Any] = {"type": allow_import, "action": "append", "default": []}
     verb.add_argument("--allow-import", metavar="MODULE:CLASS", help=words, **about)
 
 
 def allow_import(path: str | None) -> str | None:
-    """Allow the import of module:Class in this process, and return the path."""
     _ALLOWED.add(path)
     return path
 
@@ -64,7 +62,6 @@ def hash_package(package: str) -> str:
 
 
 def import_class(spec: ImportSpec) -> Any:
-    """Import an allowed class, from sys.path or the current directory."""
     check_allowed(spec)
     module_name, _, name = spec.path.partition(":")
     if (place := str(Path.cwd())) not in sys.path:

@@ -33,8 +33,8 @@ class NamedModel(Settings):
 
 
 _PATH = Field(
-    description="Module and class of a torch module of your own, with timm's interface. All other"
-    " keys of `model` are arguments of the class. It excludes `preset` and `kind`.",
+    description="Your own torch module with timm's interface, as module:Class. All other keys of"
+    " `model` are arguments of the class. Cannot be combined with `preset` or `kind`.",
     examples=["my_package.my_module:MyModel"],
 )
 _OPEN: Any = ConfigDict(extra="allow")
@@ -46,7 +46,6 @@ class _Named(Settings):
 
 
 def spec_of(name: str, **changes: Any) -> AnySpec:
-    """Return the spec of a named model, with changed fields."""
     return validate(_Named, {"model": {**preset(name).fields, **changes}}).model
 
 

@@ -15,9 +15,9 @@ from data_prep.errors import SettingsError
 from data_prep.settings import Settings
 
 Activation = Literal["gelu", "relu", "silu", "tanh", "identity"]
-_OfLayers = Annotated[Activation, Field(description="Function between the layers.")]
+_OfLayers = Annotated[Activation, Field(description="Activation function.")]
 _OfMatrices = Annotated[
-    bool, Field(description="Bias of every matrix except the classifier's, which always has one.")
+    bool, Field(description="Use a bias in every matrix. The classifier always has a bias.")
 ]
 Init = Literal["normal", "torch"]
 EXPANSION = 4.0
@@ -32,11 +32,10 @@ def check_needs(section: Settings, prefix: str, needs: Mapping[str, tuple[bool, 
         if not is_met and getattr(section, name) != default:
             field = f"{prefix}.{name}"
             fix = f"set {need}, or remove {field}"
-            raise SettingsError(field, f"it needs {need}", fix, code="conflict")
+            raise SettingsError(field, f"the value needs {need}", fix, code="conflict")
 
 
 def _block_numbers(given: object) -> object:
-    """Convert a list to a tuple."""
     if isinstance(given, list | tuple) and all(type(each) is int for each in given):
         return tuple(given)
     if given != "all":
@@ -169,7 +168,7 @@ class MixerSpec(Settings):
     def _parts_fit(self) -> "MixerSpec":
         wrong = [block for block in self._numbered_blocks if not 0 <= block < self.depth]
         if wrong:
-            remedy = f"with depth {self.depth} use numbers from 0 to {self.depth - 1}, or all"
+            remedy = f"use numbers from 0 to {self.depth - 1}, or all"
             raise SettingsError(
                 "model.permuted_blocks", f"there is no block {wrong[0]}", remedy, code="bad-value"
             )
@@ -324,7 +323,7 @@ class TimmSpec(Settings):
     name: Literal["resnet152_64", "vit_b_4", "resnet18_32", "resnet18_224"]
     """Name of the network. resnet152_64: ResNet-152 without stride and pooling in the stem.
     vit_b_4: ViT-B with 4 x 4 patches. resnet18_32: ResNet-18 with a 3 x 3 stem without stride and
-    pooling, as usual for CIFAR. resnet18_224: ResNet-18 for ImageNet, unchanged."""
+    pooling, as usual for CIFAR. resnet18_224: ResNet-18 for ImageNet."""
 
     @property
     def label(self) -> str:
@@ -364,7 +363,7 @@ class TimmModelSpec(Settings):
             if name.startswith(("pretrained", "checkpoint", "cache"))
         ]
         if read:
-            raise ValueError(f"{', '.join(read)} would make timm read other weights; remove it")
+            raise ValueError(f"{', '.join(read)} would make timm read weights; remove the argument")
         return arguments
 
     @property
@@ -402,7 +401,7 @@ def check_patch_size(patch_size: int, *, image_size: int) -> None:
         raise SettingsError(
             "model.patch_size",
             f"{patch_size} does not divide image size {image_size}",
-            f"the nearest divisor is {near}",
+            f"set {near}, the nearest divisor",
             code="conflict",
         )
 

@@ -1,7 +1,7 @@
 """Import this module to register the named models with timm: `timm.create_model("mlp_b12_wi1024",
 num_classes=..., img_size=...)`.
 
-Fields of a spec are keywords: `timm.create_model("mixer_b_w", depth=4, permuted_blocks="all")`.
+Fields of a spec are keyword arguments, for example `timm.create_model("mixer_b_w", depth=4)`.
 Training does not import this module, because timm takes seconds to import.
 """
 
@@ -42,11 +42,10 @@ default_cfgs = generate_default_cfgs(
     }
 )
 _EVERY_BLOCK = {"out_indices": None, "feature_cls": "getter"}
-"""Settings for timm's `features_only`: by default, return the features of all blocks."""
+"""Defaults for timm's `features_only`: return the features of all blocks."""
 
 
 def _one_side(img_size: int | tuple[int, int], in_chans: int) -> int:
-    """Return the side of square RGB images."""
     height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
     if in_chans != 3:
         raise UserError("in_chans", f"{in_chans} is not valid", "use 3 (RGB)", code="bad-value")

@@ -10,7 +10,6 @@ from pretrain.ranks.collectives import mean_over_ranks
 
 
 def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of the state dict by name."""
     parameters = {name for name, _ in model.named_parameters()}
     return {name: value for name, value in model.state_dict().items() if name not in parameters}
 
@@ -43,8 +42,8 @@ def average_over_ranks(model: nn.Module) -> None:
 
 @torch.no_grad()
 def restore_buffers(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load the buffers from a complete state dict. `load_state_dict` also recomputes buffers that
-    depend on others, such as inverse permutations."""
+    """Load the buffers from a complete state dict. `load_state_dict` also updates buffers that
+    depend on others."""
     names = list(_buffers_of(model))
     missing = [name for name in names if name not in weights]
     assert not missing, f"the state lacks {missing}"

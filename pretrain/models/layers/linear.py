@@ -1,14 +1,13 @@
 """nn.Linear whose matrix products have aligned sizes during training. In evaluation (export,
 counting) it is nn.Linear.
 
-Products of unaligned sizes are slower. On an AVX2 CPU in fp32, a layer 588 -> 2,687 has 0.64 of the
-throughput of a layer 592 -> 2,688. The computation therefore pads weights, biases and inputs with
-zeros to a multiple of 8. Parameters and the state dict stay the same, and results differ by
-rounding only.
+Products of unaligned sizes are slower. On an AVX2 CPU in fp32, 588 -> 2,687 has 0.64 of the
+throughput of 592 -> 2,688. The computation therefore pads weights, biases and inputs with zeros to
+a multiple of 8. Parameters and the state dict stay the same, and results differ by rounding only.
 
-A hidden layer can keep the zeros at the end of its output (`hands_zeros_on`): act(0) = 0 for every
-activation of a spec, and the padded weight of the next layer has zero columns for these entries.
-The backward pass pads the weights again and stores no padded copy.
+A hidden layer can keep the zeros in its output (`hands_zeros_on`): act(0) = 0 for every activation
+of a spec, and the next weight has zero columns for these entries. The backward pass pads the
+weights again and stores no padded copy.
 """
 
 from typing import Any
@@ -22,7 +21,6 @@ SMALLEST = 64
 
 
 def aligned(size: int) -> int:
-    """Return the size after padding."""
     return -(-size // 8) * 8 if size >= SMALLEST else size
 
 
