@@ -112,7 +112,7 @@ pretrain train runs/mine epochs=40"""  # noqa: E501 (a table)
         help="hidden width / input width, for --omega (default: 1, the S-Mixer)",
     )
     models.add_argument(
-        "--channels", metavar="C,C,...", help="print S and width m for each C (needs --omega)"
+        "--channels", metavar="C,C,...", help="print Mixer sizes S and m for each C (needs --omega)"
     )
     models.add_argument(
         "--density", metavar="P,P,...", help="print SW-MLP width m for each density (needs --omega)"
@@ -122,12 +122,12 @@ pretrain train runs/mine epochs=40"""  # noqa: E501 (a table)
     words = "estimate a model's memory and time per step, and the fastest number of nodes"
     _add_estimate(verbs.add_parser("estimate", help=words))
     sync = verbs.add_parser(
-        "sync", help="send the rest of a run's event log to MLflow, or write the log for a tool"
+        "sync", help="send a run's undelivered events to MLflow, or write its events for a tool"
     )
     sync.epilog = "pretrain sync runs/mine"
     sync.add_argument("run_dir", type=Path, help="directory of the run")
     tools = ("mlflow", *get_args(SinkName))
-    sync.add_argument("--to", choices=tools, default="mlflow", help="receiver (default: mlflow)")
+    sync.add_argument("--to", choices=tools, default="mlflow", help="the tool (default: mlflow)")
     sync.set_defaults(run=_sync)
     ui = verbs.add_parser("ui", help="show the runs of a folder in MLflow's web page")
     ui.epilog = "pretrain ui runs"

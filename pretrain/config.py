@@ -101,7 +101,7 @@ def parse_window(text: str) -> range:
 
 
 def _kept_out(remedy: str) -> AfterValidator:
-    """Reject secrets in an address, because config.yaml, MLflow and model cards store the address."""
+    """Reject secrets in an address, because config.yaml, MLflow and model cards store it."""
     return AfterValidator(partial(without_secrets, remedy=remedy))
 
 
@@ -165,8 +165,8 @@ class PixelOrder(Settings):
     the weights. For an MLP the task stays the same. For a Mixer each patch becomes a random set of
     pixels."""
     permute: Literal["after", "before"] = "after"
-    """Position of the permutation. after: permute augmented images. before: augment permuted
-    images, so that crops and flips act on unrelated neighbors."""
+    """Order of permutation and augmentation. after: permute augmented images. before: augment
+    permuted images, so that crops and flips act on unrelated neighbors."""
 
     @model_validator(mode="after")
     def _order_exists(self) -> Self:
@@ -190,7 +190,7 @@ def _stream_without(setting: str) -> str:
 
 
 class StreamSettings(Settings):
-    """Settings of a stream: WebDataset shards, read in order through the package webdataset."""
+    """Settings of a stream: WebDataset shards, read sequentially through the package webdataset."""
 
     example_with: ClassVar = {
         name: _stream_without(name) for name in (*_OF_A_STREAM, *_ALSO_OF_A_STREAM)
@@ -215,7 +215,7 @@ class StreamSettings(Settings):
     )
     """File in each sample that holds the label (streams only). cls: a number in KEY.cls. txt: a
     number in KEY.txt. json:FIELD.SUBFIELD: this field of KEY.json. If `eval_dataset` is set, a
-    label can also be one of its class names."""
+    label can also be a class name of `eval_dataset`."""
     image_member: str | None = Field(None, examples=["rgb.png"])
     """File extension of the image (streams only). Required if samples have several images."""
     shuffle_buffer: int = Field(1000, ge=0)
@@ -329,8 +329,8 @@ class AugmentSettings(Settings):
     or CutMix."""
 
     crop_scale: tuple[float, float] | None = Field(None, examples=[[0.4, 1.0]])
-    """Range of areas of random resized crops, as fractions of the image, for example [0.4, 1.0].
-    null: use the complete image, or its central square if the dataset was built with crop=full."""
+    """Range of areas of random resized crops, as fractions of the image. null: use the complete
+    image, or its central square if the dataset was built with crop=full."""
     crop_ratio: tuple[float, float] = (0.75, 1.3333333333333333)
     """Range of aspect ratios (width / height) of random resized crops."""
     crop_interpolation: Interpolation | None = Field(None, examples=["bicubic"])
@@ -410,7 +410,6 @@ class AugmentSettings(Settings):
 
     @property
     def plain_filter(self) -> Filter:
-        """Filter for images without augmentation."""
         chosen = self.crop_interpolation
         return "bicubic" if chosen == "random" else chosen or "bilinear"
 

@@ -166,7 +166,7 @@ class TrainingData:
 
     @cached_property
     def channel_statistics(self) -> tuple[Statistic, Statistic]:
-        """Mean and standard deviation of each color channel, weighted as the datasets are sampled."""
+        """Mean and standard deviation of each color, weighted as the datasets are sampled."""
         if len(self.parts) == 1:
             return self.parts[0].manifest.channel_mean, self.parts[0].manifest.channel_std
         shares = np.array(self.weights) / sum(self.weights)
@@ -302,7 +302,6 @@ class StreamData(TrainingData):
 
     @cached_property
     def content_hash(self) -> str:
-        """Hash of the list of shards, because their content is unknown."""
         return hash_of_json(["stream", self.urls, self.classes])
 
     @cached_property
@@ -319,7 +318,7 @@ class StreamData(TrainingData):
         if len(self.urls) < num_ranks:
             raise SettingsError(
                 "data.dataset",
-                f"{num_ranks} ranks need at least {num_ranks} shards, not {len(self.urls)}",
+                f"{num_ranks} ranks need {num_ranks} shards, but the stream has {len(self.urls)}",
                 "write more shards, or index the shards with data_prep index to share them",
                 code="mismatch",
             )

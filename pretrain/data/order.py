@@ -6,7 +6,7 @@ number of consumed samples. All ranks have the same number of steps, and all wor
 same batches.
 
 `data.last_batch` sets the length E of an epoch of N samples. `carry`: E = N, and a batch may span
-two epochs. `drop`: E is N rounded down to complete batches, and each epoch drops other samples.
+two epochs. `drop`: E is N rounded down to complete batches, and each epoch drops different samples.
 `pad`: E is N rounded up, and the last batch repeats the epoch's first samples.
 
 The order within an epoch is a keyed permutation of 0..N-1. It is a Feistel network over Z_a x Z_b

@@ -2,7 +2,7 @@
 
 One rank of each node copies all files into a `ShardStore`. The other ranks wait. Then every rank
 locks the copies against removal. Order and content of the training are the same. If a node cannot
-stage the data, its ranks read the original files and print a warning with the reason.
+stage the data, its ranks read the original files, and a warning gives the reason.
 """
 
 import os
@@ -31,8 +31,8 @@ LOOK_S = 0.5
 def stage_data(
     data: TrainingData, *, world: World, device: torch.device, stop: StopFlag
 ) -> TrainingData:
-    """Return the data with the paths of the copies on this node. All ranks call this. The copies
-    are kept as long as the returned object exists."""
+    """Copy the shards to this node, and return the data with the paths of the copies. All ranks
+    call this. The copies are kept as long as the returned object exists."""
     if data.settings.stage_dir is None:
         return data
     files, directory = files_to_stage(data, world), Path(data.settings.stage_dir)

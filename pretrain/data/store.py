@@ -134,7 +134,8 @@ class ShardStore:
         weakref.finalize(self, self._locks.close)
 
     def hold(self, file: File, *, waits_for_room: bool = True) -> Path:
-        """Return the path of the verified copy. No process removes the copy until `release`."""
+        """Fetch the file if necessary, and return the path of the verified copy. No process removes
+        the copy until `release`."""
         self._check(file)
         until_s = time.monotonic() + WAIT_S
         while not self._share(file):
@@ -177,8 +178,8 @@ class ShardStore:
                     _lock(self._locks, file.name, fcntl.F_UNLCK)
 
     def fetch_ahead(self, files: Sequence[File]) -> None:
-        """Prefetch the files in this order, in the background, while there is space. This list
-        replaces an earlier one."""
+        """Prefetch the files in this order, in the background, while there is space. The list
+        replaces the previous list."""
         with self._lock:
             if self._stop.is_set():
                 raise StoppedError
@@ -280,8 +281,8 @@ class ShardStore:
             fix = f"free disk space, or choose another {self.setting}"
             raise NoRoomError(
                 str(self.path),
-                f"no space for {source} ({num_bytes / 1e9:,.3g} GB): {missing / 1e9:,.3g} GB are"
-                " missing, even after removal of all unused files",
+                f"{source} ({num_bytes / 1e9:,.3g} GB) cannot be stored: {missing / 1e9:,.3g} GB"
+                " are missing, even after removal of all unused files",
                 fix if self.max_bytes is None else "raise data.cache_gb",
                 code="no-space",
             )
@@ -393,7 +394,7 @@ class ShardStore:
                 self._pending.appendleft(file)
 
     def _check(self, file: File) -> None:
-        """Raise an error if the name may lead out of the directory, or if the cache is too small."""
+        """Raise an error if the name may lead out of the directory, or the cache is too small."""
         if not _NAME.fullmatch(file.name):
             raise DatasetError(
                 shown(file.source),

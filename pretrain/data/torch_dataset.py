@@ -44,7 +44,7 @@ Transform = Callable[[Tensor], Any]
 
 
 class Shards(Dataset[tuple[Any, int]]):
-    """`shards[7]` is (image, label). A worker of a DataLoader reads all samples of a batch at once."""
+    """`shards[7]` is (image, label). A DataLoader's worker reads all samples of a batch at once."""
 
     def __init__(
         self,

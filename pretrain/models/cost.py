@@ -7,9 +7,9 @@ The letters are from the Mixer paper: S tokens, C channels, m = S C. gamma is th
 mixing layer as a multiple of its input width (1 for an S-Mixer, which has no hidden layer). p is
 the density of a SW-MLP.
 
-A mixing layer is a sparse m x gamma m matrix. For token mixing, the matrix has C copies of a
-gamma S x S matrix. For channel mixing, it has S copies of a gamma C x C matrix. Omega is the mean
-number of entries of the two. Computed sizes are rounded to the nearest integer, as in the paper.
+A mixing layer is a sparse m x gamma m matrix. For token mixing, the matrix has C copies of a gamma
+S x S matrix. For channel mixing, it has S copies of a gamma C x C matrix. Omega is the mean number
+of entries of both matrices. Computed sizes are rounded to the nearest integer, as in the paper.
 """
 
 import math

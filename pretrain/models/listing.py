@@ -1,5 +1,5 @@
 """Print `pretrain models`: the named models with their costs and, for `--omega`, the sizes with a
-given Omega. Does not import torch."""
+given Omega."""
 
 import re
 from collections.abc import Sequence

@@ -206,7 +206,6 @@ class MixerSpec(Settings):
         return self.num_tokens or self.num_patches(image_size=image_size)
 
     def hidden_sizes(self, *, num_tokens: int) -> tuple[int, int]:
-        """Return the hidden widths of token mixing and channel mixing."""
         token_hidden = self.token_hidden or max(1, round(self.expansion * num_tokens))
         return token_hidden, self.channel_hidden or max(
             1, round(self.expansion * self.num_channels)
@@ -379,7 +378,7 @@ OWN_CLASS = r"^\w[\w.]*:\w+$"
 
 
 class ImportSpec(Settings):
-    """A torch module of your own, written by `model: {import: module:Class}`."""
+    """A torch module of your own, selected by `model: {import: module:Class}`."""
 
     kind: Literal["import"]
     path: str = Field(examples=["my_package.my_module:MyModel"], pattern=OWN_CLASS)

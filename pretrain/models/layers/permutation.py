@@ -130,6 +130,6 @@ def pk(
     before: Callable[[Tensor], Tensor],
     after: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return J2 (I (x) inner) J1 x: `inner` acts on each of `num_copies` equal parts of a vector."""
+    """Return J2 (I (x) inner) J1 x: `inner` acts on each of `num_copies` equal parts."""
     parts = before(x_BM).reshape(x_BM.shape[0], num_copies, x_BM.shape[1] // num_copies)
     return after(inner(parts).flatten(1))

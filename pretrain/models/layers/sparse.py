@@ -270,7 +270,7 @@ IN_MASKED, IN_SPARSE = ("weight", "mask"), ("values", "row_starts", "columns")
 
 
 class MaskedLinear(nn.Module):
-    """(M * W) x + b. If M is 0, W starts at 0 and gets no gradient."""
+    """(M * W) x + b. Entries of W with M = 0 start at 0 and get no gradient."""
 
     mask: Tensor
 
