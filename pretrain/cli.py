@@ -453,7 +453,7 @@ def _sync(options: argparse.Namespace) -> int:
         from pretrain.tracking.delivery import write_sinks
 
         count = write_sinks(options.run_dir, options.to)
-        print(f"{options.run_dir / 'tracking' / options.to}: {count:,} events written")
+        print(f"{options.run_dir / 'tracking' / options.to}: {count:,} events were written")
         return OK
     with doing("loading MLflow"):
         from pretrain.tracking.delivery import sync

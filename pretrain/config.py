@@ -606,8 +606,8 @@ class CheckpointSettings(Settings):
     """Interval between checkpoints that are kept forever, for example 50 epochs."""
     milestones: tuple[Duration, ...] = Field((), examples=[["50 epochs", "100 epochs"]])
     """Training lengths at which a checkpoint is saved and kept forever. RUN@50epochs selects the
-    checkpoint at 50 epochs. With a constant learning rate, the checkpoint equals, bit for bit, the
-    last checkpoint of a run of that length."""
+    checkpoint at 50 epochs. If the learning rate is constant, the checkpoint equals, bit for bit,
+    the last checkpoint of a run of that length."""
     keep_best: bool | None = None
     """Save a checkpoint at each evaluation with the highest top-1 accuracy so far, and keep it
     until a better checkpoint replaces it (RUN/checkpoints/best.json). Default: on if
@@ -682,7 +682,7 @@ def check_installed(*sinks: str) -> None:
             raise UserError(
                 "sinks",
                 f"{modules[sink]} is not installed",
-                f"pip install 'wide-mlps[{sink}]'",
+                f"run pip install 'wide-mlps[{sink}]'",
                 code="missing-library",
             )
 
@@ -731,7 +731,7 @@ class TrainingSettings(Settings):
             nearest = nearest_divisor(batch // unit, streams)
             raise SettingsError(
                 "data.canonical_streams",
-                f"{batch} images cannot be divided into {streams} equal parts"
+                f"a batch of {batch} cannot be divided into {streams} equal parts"
                 + " of complete pairs for mixing" * (unit - 1),
                 f"set data.canonical_streams={nearest}, or another train.global_batch_size",
                 code="mismatch",

@@ -247,7 +247,7 @@ class TrainingData:
         words = f"with {nodes}, a node reads at most {own / 1e9:,.3g} GB per epoch"
         words += f" ({own / total:.1%} of the shards)"
         if num_nodes > 1 and self.settings.canonical_streams % num_nodes:
-            words += f"; with data.canonical_streams={num_nodes}, only its own shards"
+            words += f"; set data.canonical_streams={num_nodes} to read only the node's own shards"
         return words
 
     def epoch_size(self, *, global_batch_size: int) -> int:

@@ -99,7 +99,7 @@ class Batch:
     samples: Ids
     mix_keys: Ids
     """Key of each image's random MixUp draw: position // 2 for pairs, or the number of the global
-    batch. With batch numbers, `images_BHWC` has an extra first row: the partner of the first image.
+    batch. For batch numbers, `images_BHWC` has an extra first row: the partner of the first image.
     """
     mask_B: Tensor | None = None
     """False for padding of an evaluation, and for samples that do not decode."""

@@ -17,7 +17,7 @@ how well that mixes classes).
 
 A `Mixture` of datasets is one line: the source of each position is a pure function of weights and
 position. For two sources of weights a and b, floor(p a / (a + b)) of the first p positions belong
-to the first source. With more sources, the first is separated from all others, then the second.
+to the first source. For more sources, the first is separated from all others, then the second.
 
 In every range of positions, the number of samples of a source differs from its expected number by
 at most the number of sources. Position n of a source is position n of its own order. If the weights

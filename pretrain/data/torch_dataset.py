@@ -14,8 +14,8 @@ Images are uint8 (3, H, W) squares without augmentation. The label of an unlabel
 4. Worker w of W takes batches w, w + W, ... after `samples`, because a DataLoader takes batches
    from its workers in turn. In a worker, `samples` is the start of its next W batches.
 5. Each worker has a copy of the dataset and does not see when a pass ends. `ShardLoader` counts
-   batches and passes for its workers. With torchdata's StatefulDataLoader, a worker that ends a
-   pass writes the next epoch to shared memory, and all workers read it before the next pass.
+   batches and passes for its workers. In torchdata's StatefulDataLoader, a worker that ends a pass
+   writes the next epoch to shared memory. All workers read this epoch before the next pass.
    Workers of a plain DataLoader fail, because they would repeat the first pass.
 """
 

@@ -240,8 +240,8 @@ def count_cost(spec: TimmSpec, *, image_size: int) -> Cost:
 
 
 def tokens_for(omega: float, *, num_channels: int, gamma: float = 1.0) -> int:
-    """Return the tokens S of a Mixer with Omega connections per layer: the positive root of gamma
-    (C S^2 + C^2 S) / 2 = Omega. The formula is symmetric in S and C."""
+    """Return the tokens S of a Mixer with Omega connections per layer. S solves gamma (C S^2 + C^2
+    S) / 2 = Omega, which is symmetric in S and C."""
     _check_positive(omega=omega, gamma=gamma, num_channels=num_channels)
     # (-C + sqrt(C^2 + d)) / 2 would lose all digits if C^2 is much larger than d
     d = 8 * omega / (gamma * num_channels)

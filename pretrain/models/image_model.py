@@ -142,7 +142,7 @@ class ImageModel(nn.Module, ABC):
             raise UserError(
                 "set_grad_checkpointing",
                 "batch norm would count every batch twice",
-                "use norm: layer",
+                "set model.norm=layer",
                 code="conflict",
             )
         self.grad_checkpointing = enable

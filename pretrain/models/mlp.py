@@ -39,7 +39,7 @@ class Block(nn.Module, ABC):
 
 
 class InvertedBlock(Block):
-    """Wc act(We x) with We: M -> expansion M. With an outer activation, act(Wc act(We x))."""
+    """Wc act(We x) with We: M -> expansion M; or act(Wc act(We x)) with an outer activation."""
 
     def __init__(
         self, norm: nn.Module, expand: nn.Module, contract: nn.Module, spec: MlpSpec | SparseMlpSpec

@@ -9,8 +9,8 @@ Each connection exists with probability p.
 Section A.2.5 of the paper prints this order, but not the layer from S0 C to m. Biases start at 0,
 as in the Mixers. All weights start as N(0, 1/(p m)).
 
-If p m is above about 30, the largest singular value of a gamma m x m matrix is near L, with
-L^2 = c^2 + 3 c^2 (1 - p) / (sqrt(gamma) p m) and c = 1 + sqrt(gamma). The paper's L+ agrees with
+If p m is above about 30, the largest singular value of a gamma m x m matrix is near L. Here L^2 is
+c^2 + 3 c^2 (1 - p) / (sqrt(gamma) p m) and c is 1 + sqrt(gamma). The paper's L+ agrees with
 this measured value if its q^2 is read as p gamma m.
 
 Shapes: B batch, S0 patches, C channels, M width, K classes.

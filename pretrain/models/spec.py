@@ -147,7 +147,7 @@ class MixerSpec(Settings):
     has no gamma."""
     num_tokens: int | None = Field(None, ge=1, examples=[64])
     """Number of tokens S (default: one token per patch). If S is set, the skip path of the first
-    block is LN(W~ X) with an S x S0 matrix W~, even if S = S0."""
+    block is LN(W~ X), even if S = S0. W~ is an S x S0 matrix."""
     permuted_blocks: BlockNumbers = Field((), examples=["all", [0, 3]])
     """Numbers of the blocks (from 0) whose mixings read and write entries in a random order, fixed
     at initialization (RP variants)."""

@@ -5,7 +5,7 @@ Products of unaligned sizes are slower. On an AVX2 CPU in fp32, 588 -> 2,687 has
 throughput of 592 -> 2,688. The computation therefore pads weights, biases and inputs with zeros to
 a multiple of 8. Parameters and the state dict stay the same, and results differ by rounding only.
 
-A hidden layer can keep the zeros in its output (`hands_zeros_on`): act(0) = 0 for every activation
+A hidden layer can keep the zeros in its output (`hands_zeros_on`). act(0) = 0 for every activation
 of a spec, and the next weight has zero columns for these entries. The backward pass pads the
 weights again and stores no padded copy.
 """

@@ -2,8 +2,8 @@
 
 `masked` is a dense matrix times a mask; `sparse` stores only the connections: values and positions.
 
-With the same seed, both kinds of layers have the same connections and weights, and each loads the
-state dict of the other. The state dict has the pattern: `mask`, or `row_starts` and `columns`. The
+For one seed, both kinds of layers have the same connections and weights, and each loads the state
+dict of the other. The state dict has the pattern: `mask`, or `row_starts` and `columns`. The
 number of connections is random, so loading may resize `values`: create the optimizer afterwards. On
 the meta device, a sparse layer has the expected number of connections, round(p x size).
 
