@@ -15,9 +15,10 @@ of neighboring samples and then the samples within windows of several blocks, so
 blocks at a time. The blocks begin at another sample in every epoch (benchmarks/order.py measures
 how well that mixes classes).
 
-A `Mixture` of datasets is one line: the source of each position is a pure function of weights and
-position. For two sources of weights a and b, floor(p a / (a + b)) of the first p positions belong
-to the first source. For more sources, the first is separated from all others, then the second.
+A `Mixture` of datasets is also one line: the source of each position is a pure function of weights
+and position. For two sources of weights a and b, floor(p a / (a + b)) of the first p positions
+belong to the first source. For more sources, the first is separated from all others, then the
+second.
 
 In every range of positions, the number of samples of a source differs from its expected number by
 at most the number of sources. Position n of a source is position n of its own order. If the weights

@@ -250,7 +250,7 @@ class ShardReader:
                 self._table_starts[number] = int(self._indices.starts[number] + index.offset) // 8  # type: ignore[attr-defined]
 
     def _blockwise(self) -> Tensor:
-        """Return a view (blocks, 3 H W): the pixels after a PPM header at each block."""
+        """Return a view (blocks, 3 H W). Row i has the pixels after a PPM header at block i."""
         size = self.stored_size
         header, num_pixels = len(ppm_header(size, size)), 3 * size**2
         content = torch.frombuffer(self._shards.files.buffer, dtype=torch.uint8)
