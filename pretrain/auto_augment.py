@@ -1,17 +1,17 @@
 """Parse timm's names of augmentation policies, without torch.
 
-RandAugment names are sections joined by dashes: `rand`, then any of
+RandAugment names are sections joined by dashes: `rand`, then any of these:
 
 - m: magnitude, 0-10;
 - n: operations per image;
 - p: probability of each operation;
-- mstd: spread of the magnitude; above 100: uniform from 0 to m;
+- mstd: standard deviation of the magnitude; above 100, the magnitude is uniform from 0 to m;
 - mmax: upper bound of the magnitude;
-- inc: 0 or 1; 1: strength grows with the magnitude;
-- tweights: weighted choice without repetition.
+- inc: 1 if the strength grows with the magnitude, otherwise 0;
+- tweights: weighted choice of operations without repetition.
 
-AutoAugment names are `original`, `originalr`, `v0`, `v0r`, optionally with mstd, and `cifar10`,
-which is torchvision's policy.
+AutoAugment names are `original`, `originalr`, `v0`, `v0r`, optionally with mstd. `cifar10` is
+torchvision's policy.
 """
 
 import math
@@ -28,7 +28,7 @@ FULL_MAGNITUDE = 10.0
 @dataclass(frozen=True)
 class PolicyStep:
     name: str
-    """Name in timm, for example PosterizeIncreasing or TranslateXRel."""
+    """Name of the operation in timm, for example PosterizeIncreasing or TranslateXRel."""
     probability: float
     magnitude: float
 
@@ -44,12 +44,14 @@ class Policy:
     """True: draw one chain of `num_layers` consecutive steps. False: draw each operation
     separately."""
     weights: tuple[float, ...] | None = None
-    """Weights for drawing steps without repetition in an image; None: uniform, with repetition."""
+    """Weights for drawing steps without repetition in an image. None: draw steps uniformly, with
+    repetition."""
     magnitude_std: float = 0.0
-    """Standard deviation of the magnitude; inf: uniform from 0 to the magnitude."""
+    """Standard deviation of the magnitude. inf: draw it uniformly from 0 to the step's magnitude.
+    """
     magnitude_max: float = FULL_MAGNITUDE
     nearest: bool = False
-    """True if geometric operations use the nearest pixel."""
+    """True if geometric operations use nearest-neighbor interpolation."""
 
 
 def parse_policy(text: str) -> Policy:
@@ -93,7 +95,7 @@ def _rand_augment(text: str, given: dict[str, str]) -> Policy:
         (
             "t",
             given.get("t") in (None, "weights"),
-            "write tweights, the only choice of timm that does not blur",
+            "write tweights, the only set of operations in timm that does not blur",
         ),
         ("inc", given.get("inc", "0") in ("0", "1"), "write inc0 or inc1"),
         ("p", 0 <= probability <= 1, "write a probability between 0 and 1"),
@@ -113,7 +115,6 @@ def _rand_augment(text: str, given: dict[str, str]) -> Policy:
 
 
 def _sections(text: str, sections: list[str], *, known: tuple[str, ...]) -> dict[str, str]:
-    """Return the value of each section by its key (m, n, p, ...)."""
     given: dict[str, str] = {}
     for section in sections:
         match = re.fullmatch(r"t([a-z0-9]+)|([a-z]+)(\d+(?:\.\d+)?)", section)
@@ -122,7 +123,7 @@ def _sections(text: str, sections: list[str], *, known: tuple[str, ...]) -> dict
         )
         if key not in known:
             remedy = (
-                f"write {', '.join(known)}, each with a number, e.g. {known[0]}0.5"
+                f"use only {', '.join(known)}, each with its value, e.g. {known[0]}9"
                 if known
                 else "remove it"
             )
@@ -218,5 +219,5 @@ _SEARCHED = {
     "v0": _V0,
     "v0r": _V0.replace("Posterize", "PosterizeIncreasing"),
 }
-"""AutoAugment by Ekin D. Cubuk et al., as in timm: 25 chains of two operations, each with
-probability and magnitude."""
+"""AutoAugment policies (Cubuk et al.): chains of two operations, each with a probability and a
+magnitude."""

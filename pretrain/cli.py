@@ -61,14 +61,14 @@ def make_parser() -> Parser:
         description="Pretrain all-MLP vision models with DeepSpeed ZeRO.",
         add_verbs=_add_verbs,
     )
-    # the `deepspeed` launcher passes this option; the environment variable counts
+    # the `deepspeed` launcher passes this option, but only LOCAL_RANK is read
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     return parser
 
 
 def _add_verbs(verbs: Verbs) -> None:
     recommend.add_verb(verbs)
-    train = _add_config(verbs, "train", _train, help="train a config, or resume a run directory")
+    train = _add_config(verbs, "train", _train, help="train from a config, or resume a run")
     train.epilog = """pretrain train configs/pretrain/demo_mlp.yaml dataset=data/mine run_dir=runs/mine epochs=20
 pretrain train configs/pretrain/demo_mlp.yaml --ranks 2 dataset=data/mine run_dir=runs/mine lr=3e-4 precision=fp32
 pretrain train runs/mine
@@ -79,7 +79,7 @@ pretrain train runs/mine epochs=40"""  # noqa: E501 (a table)
         help="start this many local ranks (torchrun and srun work as well)",
     )
     train.set_defaults(show=False)
-    preview = _add_config(verbs, "preview", _preview, help="draw the model's input images")
+    preview = _add_config(verbs, "preview", _preview, help="save a sheet of input images")
     example = "configs/pretrain/demo_mlp.yaml dataset=data/mine mixup_alpha=0.8 --out preview.png"
     preview.epilog = f"pretrain preview {example}"
     out = Path("preview.png")
@@ -100,34 +100,34 @@ pretrain train runs/mine epochs=40"""  # noqa: E501 (a table)
         "--image-size", type=at_least(1), help="image size in pixels (default: the model's own)"
     )
     models.add_argument(
-        "--match", default="*", metavar="GLOB", help="list only these names, e.g. 'mixer_*'"
+        "--match", default="*", metavar="GLOB", help="list only matching names, e.g. 'mixer_*'"
     )
     models.add_argument(
-        "--omega", help="print sizes with this average of connections per layer instead, e.g. 2^18"
+        "--omega", help="print sizes with this mean number of connections per layer, e.g. 2^18"
     )
     models.add_argument(
         "--gamma",
         type=float,
         default=1.0,
-        help="hidden width as a multiple, with --omega (default: 1, the S-Mixer)",
+        help="hidden width / input width, for --omega (default: 1, the S-Mixer)",
     )
     models.add_argument(
-        "--channels", metavar="C,C,...", help="print S and m of a mixer for each (needs --omega)"
+        "--channels", metavar="C,C,...", help="print Mixer sizes S and m for each C (needs --omega)"
     )
     models.add_argument(
-        "--density", metavar="P,P,...", help="print m of a SW-MLP for each (needs --omega)"
+        "--density", metavar="P,P,...", help="print SW-MLP width m for each density (needs --omega)"
     )
     models.epilog = "pretrain models --match 'mixer_*'"
     models.set_defaults(run=_models)
     words = "estimate a model's memory and time per step, and the fastest number of nodes"
     _add_estimate(verbs.add_parser("estimate", help=words))
     sync = verbs.add_parser(
-        "sync", help="deliver the rest of a run's event log to MLflow, or write it for another tool"
+        "sync", help="send a run's undelivered events to MLflow, or write its events for a tool"
     )
     sync.epilog = "pretrain sync runs/mine"
     sync.add_argument("run_dir", type=Path, help="directory of the run")
     tools = ("mlflow", *get_args(SinkName))
-    sync.add_argument("--to", choices=tools, default="mlflow", help="tool (default: mlflow)")
+    sync.add_argument("--to", choices=tools, default="mlflow", help="the tool (default: mlflow)")
     sync.set_defaults(run=_sync)
     ui = verbs.add_parser("ui", help="show the runs of a folder in MLflow's web page")
     ui.epilog = "pretrain ui runs"
@@ -162,12 +162,12 @@ def _add_estimate(verb: argparse.ArgumentParser) -> None:
     nodes = "numbers of nodes to compare (default: 1,2,4,8,16,32)"
     verb.add_argument("--nodes", default="1,2,4,8,16,32", help=nodes)
     counts: dict[str, tuple[int | None, str]] = {
-        "batch": (None, "global batch size (default: the config's, or 4096)"),
-        "samples": (None, "samples per epoch (default: the config's dataset)"),
+        "batch": (None, "global batch size (default: from the config, or 4096)"),
+        "samples": (None, "samples per epoch (default: from the config's dataset)"),
         "gpus": (4, "GPUs per node (default: 4)"),
-        "classes": (None, "classes of the head (default: the dataset's or model's)"),
-        "image-size": (None, "image size in pixels (default: the config's or model's)"),
-        "micro-batch": (None, "samples per GPU and pass (default: the config's, or all at once)"),
+        "classes": (None, "classes of the head (default: from the dataset or model)"),
+        "image-size": (None, "image size in pixels (default: from the config or model)"),
+        "micro-batch": (None, "samples per GPU and pass (default: from the config, or all)"),
         "internode-gbps": (200, "network bandwidth per node in Gbit/s (default: 200)"),
         "intranode-gbps": (3600, "bandwidth between GPUs of a node in Gbit/s (default: 3600)"),
         "teraflops": (300, "TFLOP/s that each GPU achieves (default: 300)"),
@@ -177,14 +177,14 @@ def _add_estimate(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--precision",
         choices=("fp32", "tf32", "bf16", "fp16"),
-        help="precision of the passes (default: the config's, or bf16)",
+        help="precision of the passes (default: from the config, or bf16)",
     )
     verb.add_argument(
         "--optimizer",
         choices=("lion", "sgd", "adamw"),
-        help="optimizer, for its memory per weight (default: the config's, or lion)",
+        help="optimizer whose memory is counted (default: from the config, or lion)",
     )
-    stage = "ZeRO stage whose step is timed (default: the config's, or 1)"
+    stage = "ZeRO stage whose step is timed (default: from the config, or 1)"
     verb.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help=stage)
     verb.epilog = "pretrain estimate mlp_b12_wi1024 --batch 16384 --nodes 1,4,32"
     verb.description = (
@@ -195,7 +195,6 @@ def _add_estimate(verb: argparse.ArgumentParser) -> None:
 
 
 def world_of(options: argparse.Namespace) -> World:
-    """Return the world of the first rank that --ranks starts; without --ranks, of this process."""
     count = options.ranks
     return World(0, 0, num_ranks=count, num_local_ranks=count) if count else read_world()
 
@@ -213,7 +212,7 @@ def warn_if_enlarged(data: TrainingData, run_dir: str) -> None:
 
 def _train(options: argparse.Namespace) -> int:
     if not options.ranks:
-        StopFlag().install()  # before the long imports, so a stop during them counts
+        StopFlag().install()  # before the slow imports, to catch a signal during them
     settings = load_run_settings(PretrainSettings, path=options.config, overrides=options.overrides)
     if options.show:
         print(dump(settings), end="")
@@ -259,8 +258,8 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> Checkpoint | None:
-    """Return the checkpoint from which the run begins; None if the run has its own checkpoint, or
-    no source."""
+    """Return the checkpoint of `start_from`. Return None if `start_from` is not set or the run has
+    its own checkpoints."""
     source = settings.start_from
     if source is None or list_checkpoints(Path(settings.run_dir)):
         return None
@@ -284,7 +283,7 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
         )
     )
     if differ := differences(there, here, is_free=lambda key, old, new: key == "model.dropout"):
-        problem = f"{source} holds another model (it has {differ})"
+        problem = f"the model differs from the model in {source} ({differ})"
         fix = "set the same model, or choose another source"
         raise SettingsError("start_from", problem, fix, code="mismatch")
     if world.is_first and LAUNCHED_WITH not in os.environ:
@@ -299,25 +298,25 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
 
 
 def leave(finished: bool, *, run_dir: Path | None, is_first: bool, more: Sequence[str] = ()) -> int:
-    """End this rank at once. Its heartbeat has ended, so other ranks would not notice a later
-    death.
+    """Exit this process at once. Its heartbeat has ended, so other ranks would not notice a later
+    crash.
 
-    A stopped run exits with 0, too, because result.json shows if it is finished. SLURM does not
-    read this file. In a job, the first rank of a stopped run therefore exits with 130, so jobs with
-    --dependency=afterok do not begin. The other ranks exit with 0, because some sites kill a step
-    at its first bad exit.
+    A stopped run also exits with 0, because result.json shows whether the run is finished. SLURM
+    does not read result.json. In a SLURM job, the first rank of a stopped run therefore exits with
+    130, so that jobs with --dependency=afterok do not begin. The other ranks exit with 0, because
+    some sites kill a job step at its first bad exit.
     """
     if is_first and run_dir is not None:
         stopped = "stopped with a checkpoint. Run the same command to resume"
         if not list_checkpoints(run_dir):
-            stopped = "stopped before its first checkpoint. The same command begins again"
+            stopped = "stopped before its first checkpoint. The same command restarts it"
         print("\n".join([f"{run_dir}: {'finished' if finished else stopped}", *more]))
     sys.stdout.flush()
     sys.stderr.flush()
     code = OK if finished or not is_first or "SLURM_JOB_ID" not in os.environ else INTERRUPTED
     os._exit(
         code
-    )  # interpreter shutdown after gloo sometimes dies in a destructor (SEEN: 7 of 37 runs)
+    )  # after gloo, interpreter shutdown sometimes crashes in a destructor (SEEN: 7 of 37 runs)
 
 
 def _preview(options: argparse.Namespace) -> int:
@@ -333,13 +332,13 @@ def _preview(options: argparse.Namespace) -> int:
         settings, data, count=options.count, epoch=options.epoch, num_threads=read_alone().num_cores
     )
     save_sheet(sheet, options.out)
-    print(f"{options.out}: {options.count} pictures, {sheet.width} x {sheet.height}")
+    print(f"{options.out}: {options.count} images, {sheet.width} x {sheet.height}")
     return OK
 
 
 def console() -> "Console":
-    """Return a console as wide as the terminal, or wide enough for all columns of a table. Its
-    lines then wrap."""
+    """Return a console as wide as the terminal, but wide enough for all columns of a table. Narrow
+    terminals wrap the lines."""
     from rich.console import Console
 
     return Console(width=max(shutil.get_terminal_size((120, 24)).columns, 100), highlight=False)
@@ -418,12 +417,12 @@ def _estimate(options: argparse.Namespace) -> int:
     if wrong:
         raise UserError(
             "--batch",
-            f"{plan.global_batch_size} does not split over {wrong[0]} x {options.gpus} GPUs",
-            "choose another batch, or other --nodes",
+            f"{plan.global_batch_size} is not divisible by {wrong[0]} x {options.gpus} GPUs",
+            "choose another --batch, or other --nodes",
             code="bad-value",
         )
     if not plan.cost.multiply_adds:
-        problem, fix = "the model's cost is not known", "choose one of `pretrain models`"
+        problem, fix = "the model's cost is not known", "choose a model from `pretrain models`"
         raise UserError("model", problem, fix, code="unsupported")
     print_plan(plan, num_nodes, console())
     if data is not None and not data.settings.stream:
@@ -437,8 +436,8 @@ def _estimate(options: argparse.Namespace) -> int:
             global_batch_size=plan.global_batch_size, num_samples=samples
         )
         console().print(
-            f"at least {in_hours(plan.gpu_hours(num_steps))} GPU-hours for {num_steps:,} steps, if"
-            f" GPUs only compute, at {options.teraflops:g} TFLOP/s each"
+            f"{num_steps:,} steps take at least {in_hours(plan.gpu_hours(num_steps))} GPU-hours, if"
+            f" each GPU computes at {options.teraflops:g} TFLOP/s without pause"
         )
     return OK
 
@@ -454,19 +453,19 @@ def _sync(options: argparse.Namespace) -> int:
         from pretrain.tracking.delivery import write_sinks
 
         count = write_sinks(options.run_dir, options.to)
-        print(f"{options.run_dir / 'tracking' / options.to}: {count:,} events written")
+        print(f"{options.run_dir / 'tracking' / options.to}: {count:,} events were written")
         return OK
     with doing("loading MLflow"):
         from pretrain.tracking.delivery import sync
 
-    print(f"{options.run_dir}: {sync(options.run_dir):,} bytes of the event log delivered")
+    print(f"{options.run_dir}: {sync(options.run_dir):,} bytes of the event log were delivered")
     return OK
 
 
 def _ui(options: argparse.Namespace) -> int:
     if not options.folder.is_dir():
         fix = near_path(options.folder) or "Give the folder of the runs"
-        raise UserError(str(options.folder), "it is not a folder", fix, code="missing-path")
+        raise UserError(str(options.folder), "the path is not a folder", fix, code="missing-path")
     try:
         port = options.port or free_port(options.host)
     except OSError as error:

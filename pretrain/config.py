@@ -1,7 +1,8 @@
-"""Every setting of a pretraining run, with its default and meaning. No torch.
+"""Every setting of a pretraining run, with its default and meaning.
 
-A section checks its own settings. `load_training_data`, `check_against_data` (datasets.py) and
-`check_against_ranks` check them against the dataset and the ranks, before torch is imported.
+Each section checks its own settings. `load_training_data`, `check_against_data` (datasets.py) and
+`check_against_ranks` check the settings against the dataset and the ranks, before torch is
+imported.
 
 The file is long because it has all settings of a training.
 """
@@ -62,7 +63,7 @@ def parse_length(text: str) -> Length:
         raise SettingsError("", f"{text!r} is not a length", fix, code="bad-value")
     count = float(form.group(1))
     if unit == "steps" and count != int(count):
-        raise SettingsError("", f"{text!r} is a fraction of a step", fix, code="bad-value")
+        raise SettingsError("", f"{text!r} is not a whole number", fix, code="bad-value")
     return Length(count, unit)  # type: ignore[arg-type]
 
 
@@ -75,7 +76,7 @@ def _length(value: object) -> object:
 
 def _nonzero(text: str) -> str:
     if parse_length(text).amount == 0:
-        fix = "For never, write a length beyond the end of training"
+        fix = "To turn it off, write an interval longer than the training"
         raise SettingsError("", f"{text!r} is not an interval", fix, code="bad-value")
     return text
 
@@ -100,15 +101,17 @@ def parse_window(text: str) -> range:
 
 
 def _kept_out(remedy: str) -> AfterValidator:
-    """Reject secrets in an address, because config.yaml, MLflow and model cards record it."""
+    """Reject secrets in an address, because config.yaml, MLflow and model cards store it."""
     return AfterValidator(partial(without_secrets, remedy=remedy))
 
 
-_ELSEWHERE = "set it in data.storage (params={NAME: VALUE} of http), or in a list as a variable"
+_ELSEWHERE = (
+    "set the secret in data.storage (http: params={NAME: VALUE}), or as a $VARIABLE in the list"
+)
 Address = Annotated[str, _kept_out(_ELSEWHERE), PlainSerializer(recorded, return_type=str)]
-"""Address of a dataset. The commands in it are never stored."""
+"""Address of a dataset. A `pipe:` command in the address is never stored."""
 _OF_REMOTE = (
-    "set credentials in checkpoint.remote_storage, or in the configuration of the bucket's tools"
+    "set credentials in checkpoint.remote_storage, or in the config of the bucket's own tools"
 )
 OF_SERVER = (
     "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (a database has its own variables,"
@@ -124,29 +127,28 @@ class MixedDataset(Settings):
     split: str = "train"
     """Training split of this dataset."""
     weight: float | None = Field(None, ge=1e-6, le=1000, examples=[0.5])
-    """Frequency of samples from this dataset, relative to the weights of the other datasets."""
+    """Sampling weight of this dataset, relative to the weights of the other datasets."""
 
 
 class ReadingSettings(Settings):
-    """Dataset to read, and cache for remote shards. Every section `data` begins with these
-    settings."""
+    """Dataset to read, and cache for remote shards. Every section `data` has these settings."""
 
     dataset: Address = Field(examples=["data/mine"])
     """Directory or URL of a dataset that `data_prep build` or `data_prep index` made, for example
     data/mine or gs://bucket/mine."""
     cache_dir: str | None = Field(None, examples=["/scratch/shards"])
-    """Directory for copies of remote shards, shared by all ranks and jobs of a node (default: in
-    the system's temporary directory). The directory also holds the index of a remote dataset
-    (default: ~/.cache/wide-mlps)."""
+    """Directory for copies of remote shards, shared by all ranks and jobs of a node, and for the
+    index of a remote dataset. Default: shards in the system's temporary directory, the index in
+    ~/.cache/wide-mlps."""
     cache_gb: float = Field(50, gt=0)
     """Size limit of the shard cache in GB. The least recently used shards are removed."""
     storage: dict[str, Any] = Field(default_factory=dict, exclude=True, examples=[{"anon": True}])
-    """Options for fsspec, for example {anon: true}, or {endpoint_url: ...} for s3. They may contain
-    secrets and are never stored."""
+    """Options for fsspec, for example {anon: true}, or {endpoint_url: ...} for s3. The options may
+    contain secrets and are never stored."""
 
     @property
     def directory(self) -> Path:
-        """Local directory of the dataset. The index of a URL is copied to it now
+        """Local directory of the dataset. The index of a remote dataset is downloaded first
         (local_copy.py)."""
         return self.directory_of(self.dataset)
 
@@ -159,11 +161,12 @@ class PixelOrder(Settings):
 
     example_with: ClassVar = {"permute": "{}pixel_permutation=0"}
     pixel_permutation: int | None = Field(None, ge=0, examples=[0])
-    """Seed of one random order of all pixels, used in training and in every later use of the
-    weights. An MLP's task stays the same; a Mixer's patches become random sets of pixels."""
+    """Seed of one random permutation of all pixels, applied in training and in every later use of
+    the weights. For an MLP the task stays the same. For a Mixer each patch becomes a random set of
+    pixels."""
     permute: Literal["after", "before"] = "after"
-    """Time of the permutation. after: permute augmented images. before: augment permuted images, so
-    that crops and flips act on unrelated neighbors."""
+    """Order of permutation and augmentation. after: permute augmented images. before: augment
+    permuted images, so that crops and flips act on unrelated neighbors."""
 
     @model_validator(mode="after")
     def _order_exists(self) -> Self:
@@ -187,39 +190,40 @@ def _stream_without(setting: str) -> str:
 
 
 class StreamSettings(Settings):
-    """Settings of a stream: WebDataset shards, read in order through the package webdataset."""
+    """Settings of a stream: WebDataset shards, read sequentially through the package webdataset."""
 
     example_with: ClassVar = {
         name: _stream_without(name) for name in (*_OF_A_STREAM, *_ALSO_OF_A_STREAM)
     }
     stream: bool = False
-    """Train on WebDataset shards without an index. `dataset` is then a list in webdataset's syntax:
-    paths, URLs and `pipe:` commands (run by a shell), with {000..146} and `::`. A stream has no
-    exact resume and no global shuffle. Configs store only the program and a hash of a command, so
-    repeat the command to resume."""
+    """Train on WebDataset shards without an index. `dataset` then lists the shards in webdataset's
+    syntax: paths, URLs or `pipe:` shell commands, with ranges {000..146} and the separator `::`. A
+    stream has no exact resume and no global shuffle. A config does not store a `pipe:` command,
+    only its program name and a hash. Give the command again to resume."""
     num_classes: int | None = Field(None, ge=2, le=1 << 20, examples=[1000])
     """Number of classes of a stream. Labels are numbers from 0 to num_classes - 1."""
     samples_per_epoch: int | None = Field(None, ge=1, examples=[1281167])
-    """Number of samples that count as one epoch of a stream. After the last shard, a stream begins
-    again."""
+    """Number of samples that count as one epoch of a stream. After the last shard, the stream
+    starts over."""
     channel_mean: tuple[float, float, float] | None = Field(None, examples=[[0.485, 0.456, 0.406]])
-    """Mean of each color channel of a stream, on the scale 0..1 (default: ImageNet's)."""
+    """Mean of each color channel of a stream, on the scale 0..1 (default: ImageNet's mean)."""
     channel_std: tuple[float, float, float] | None = Field(None, examples=[[0.229, 0.224, 0.225]])
-    """Standard deviation of each color channel of a stream, on the scale 0..1 (default:
-    ImageNet's)."""
+    """Standard deviation of each color channel of a stream, on the scale 0..1 (default: ImageNet's
+    standard deviation)."""
     label: str = Field(
         "cls", pattern=r"^(cls|txt|json:[^.]+(\.[^.]+)*)$", examples=["json:meta.label"]
     )
-    """Member of each sample that holds the label (streams only). cls: a number in KEY.cls. txt: a
-    number in KEY.txt. json:FIELD.SUBFIELD: this field of KEY.json. If `eval_dataset` is set, labels
-    can also be names of its classes."""
+    """File in each sample that holds the label (streams only). cls: a number in KEY.cls. txt: a
+    number in KEY.txt. json:FIELD.SUBFIELD: this field of KEY.json. If `eval_dataset` is set, a
+    label can also be a class name of `eval_dataset`."""
     image_member: str | None = Field(None, examples=["rgb.png"])
-    """Extension of the image in each sample of a stream, needed if samples have several images."""
+    """File extension of the image (streams only). Required if samples have several images."""
     shuffle_buffer: int = Field(1000, ge=0)
     """Number of undecoded samples in a stream's shuffle buffer, on each rank. data.shuffle=none
     keeps the stream's order."""
     eval_dataset: Address | None = Field(None, examples=["data/theirs"])
-    """Indexed dataset that has the `eval_split`. Evaluations cannot use a stream."""
+    """Indexed dataset with the split `eval_split`, for evaluations of a stream's training.
+    Evaluations cannot read a stream."""
 
 
 class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
@@ -229,41 +233,41 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
     eval_split: str | None = "val"
     """Split for evaluations during training. null: no evaluations."""
     fold: int | None = Field(None, ge=0, examples=[0])
-    """Number of the only fold to train on, for a split with folds (STL-10's `train` has ten of
-    1,000 images)."""
+    """Number of the fold to train on, if the split has folds (STL-10's `train` has ten folds of
+    1,000 images). Default: all samples."""
     extra_datasets: tuple[MixedDataset, ...] = Field((), examples=[[{"dataset": "data/more"}]])
     """Additional datasets to train on. Evaluations use only `dataset`."""
     weight: float | None = Field(None, ge=1e-6, le=1000, examples=[2.0])
-    """Frequency of samples from `dataset`, relative to the weights in `extra_datasets`. Default:
-    all samples are equally frequent."""
+    """Sampling weight of `dataset`, relative to the weights in `extra_datasets`. Default: all
+    samples are equally frequent."""
     shuffle: Shuffle = "full"
     """Order of the samples in an epoch. full: shuffle all samples. block: shuffle blocks of
     neighboring samples, for slow disks. none: keep the stored order."""
     block_size: int = Field(1024, ge=1)
-    """Number of neighboring samples in a block, which is read together (shuffle=block only)."""
+    """Number of neighboring samples that are read together as a block (shuffle=block only)."""
     window_blocks: int = Field(16, ge=1)
     """Number of blocks whose samples are mixed with each other (shuffle=block only)."""
     canonical_streams: int = Field(1, ge=1)
-    """Number of ranges into which the shards are divided, each with its own order. Every batch
-    takes equal parts from all ranges, so batches do not depend on the number of nodes. Choose the
-    largest number of nodes, or a multiple: each node then reads only its own ranges. If a node's
-    cache is smaller than its ranges, add data.shuffle=block with the samples of a shard as
-    block_size. 1: one order of all samples."""
+    """Number of ranges into which the shards are divided. Each range has its own sample order.
+    Every batch takes an equal part from each range, so batches do not depend on the number of
+    nodes. Choose a multiple of the largest number of nodes: each node then reads only its own
+    ranges. If the ranges of a node exceed its cache, add data.shuffle=block and set data.block_size
+    to the samples of a shard. 1: one order of all samples."""
     last_batch: LastBatch = "carry"
     """Rule for the last batch of an epoch if the samples do not fill it. carry: fill the batch from
     the next epoch. drop: skip the batch. pad: repeat samples of the epoch."""
     image_size: int | None = Field(None, ge=8, le=1024, examples=[64])
     """Input size of the model in pixels (default: the dataset's size)."""
     max_bad_fraction: float = Field(0.001, ge=0, le=1)
-    """Largest fraction of an epoch's samples that may fail to decode before the run stops. Other
-    samples replace them."""
+    """Fraction of an epoch's samples that may fail to decode before the run stops. Other samples
+    replace the failed samples."""
     verify_hashes: Literal["on_first_read", "never"] = "on_first_read"
     """Check of the shards' hashes. on_first_read: hash each shard once per run, in the background,
-    and stop at the first shard that differs from its manifest. Checkpoints do not wait for this
-    check. never: do not check shards that are read in place."""
+    and stop the run at the first shard that differs from the manifest. Checkpoints do not wait for
+    this check. never: do not check shards that are read in place."""
     stage_dir: str | None = Field(None, examples=["/scratch"])
-    """Directory on each node's own disk. Shards are copied to it before training reads them. If
-    space is short, training warns and reads the original shards. Remote shards use `cache_dir`
+    """Directory on each node's own disk to which shards are copied before training. If the disk is
+    too full, training prints a warning and reads the original shards. Remote shards use `cache_dir`
     instead."""
 
     @model_validator(mode="after")
@@ -273,7 +277,7 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
             raise SettingsError(
                 "data.weight",
                 "some datasets have a weight and others have none",
-                "set a weight for `dataset` and for each of data.extra_datasets, or for none",
+                "set a weight for `dataset` and for each of data.extra_datasets, or no weights",
                 code="conflict",
             )
         is_single = not self.extra_datasets, "data.extra_datasets=[]"
@@ -296,7 +300,7 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
             if getattr(self, name) is None:
                 raise SettingsError(
                     f"data.{name}",
-                    "a stream has no default",
+                    "a stream needs a value",
                     f"set data.{name}, for example {example}",
                     code="missing-value",
                 )
@@ -311,7 +315,7 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
 
     @property
     def datasets(self) -> tuple[str, ...]:
-        """Names of all training datasets."""
+        """Addresses of all training datasets, or of `eval_dataset` for a stream."""
         of_evaluation = () if self.eval_dataset is None else (self.eval_dataset,)
         return (
             of_evaluation
@@ -325,8 +329,8 @@ class AugmentSettings(Settings):
     or CutMix."""
 
     crop_scale: tuple[float, float] | None = Field(None, examples=[[0.4, 1.0]])
-    """Range of areas of random resized crops, as fractions of the image, for example [0.4, 1.0].
-    null: use the complete image, or its central square if it was built with crop=full."""
+    """Range of areas of random resized crops, as fractions of the image. null: use the complete
+    image, or its central square if the dataset was built with crop=full."""
     crop_ratio: tuple[float, float] = (0.75, 1.3333333333333333)
     """Range of aspect ratios (width / height) of random resized crops."""
     crop_interpolation: Interpolation | None = Field(None, examples=["bicubic"])
@@ -334,11 +338,11 @@ class AugmentSettings(Settings):
     is OpenCV's INTER_AREA, as in FFCV. random draws bilinear or bicubic per image, as timm does,
     and uses bicubic for evaluation. Default: the loaded checkpoint's filter, otherwise bilinear."""
     eval_crop: float | None = Field(None, gt=0, le=1, examples=[0.875])
-    """Fraction of the image's side that the central square for evaluation has (timm's crop_pct).
-    0.875 is 224 of 256 px. Default: the loaded checkpoint's, otherwise 1."""
+    """Side of the central square for evaluation, as a fraction of the image's side (timm's
+    crop_pct). 0.875 is 224 of 256 px. Default: the loaded checkpoint's value, otherwise 1."""
     crop_padding: int = Field(0, ge=0, le=1024)
-    """Pixels of padding on each side before a crop of the stored size (4 is usual for 32 px). 0:
-    off. Images of datasets built with crop=full stay squashed."""
+    """Pixels of padding on each side before a random crop of the stored size (4 is usual for 32
+    px). 0: off. Images that crop=full squashed to squares stay squashed."""
     padding_mode: PaddingMode = "constant"
     """Content of the padding. constant: black. reflect: mirror the image."""
     flip_probability: float = Field(0.5, ge=0, le=1)
@@ -352,7 +356,8 @@ class AugmentSettings(Settings):
     erase_mode: EraseMode = "pixel"
     """Content of erased blocks. const: mean color. rand: one random color. pixel: noise."""
     erase_count: int = Field(1, ge=1, le=100)
-    """Largest number of erased blocks per image. Together they have the area of one block."""
+    """Largest number of erased blocks per image. All blocks together have the area of a single
+    block."""
     mixup_alpha: float = Field(0.0, ge=0)
     """Alpha of MixUp: images of a batch are mixed with lambda ~ Beta(alpha, alpha). 0: off."""
     cutmix_alpha: float = Field(0.0, ge=0)
@@ -387,7 +392,7 @@ class AugmentSettings(Settings):
 
     @property
     def is_crop_flip_mixup(self) -> bool:
-        """True if only crop, flip and MixUp are on. One pass computes them."""
+        """True if only crop, flip and MixUp are on. One pass then computes all three."""
         others = self.crop_padding or self.auto_augment or self.erase_probability > 0
         return (
             not others
@@ -405,13 +410,13 @@ class AugmentSettings(Settings):
 
     @property
     def plain_filter(self) -> Filter:
-        """Filter for images without augmentation."""
         chosen = self.crop_interpolation
         return "bicubic" if chosen == "random" else chosen or "bilinear"
 
     @property
     def plain_crop(self) -> float:
-        """Central fraction of the side, for images without augmentation."""
+        """Side of the central crop as a fraction of the image's side, for images without
+        augmentation."""
         return self.eval_crop or 1.0
 
     def fed_as(self, filter_: Filter, eval_crop: float) -> Self:
@@ -423,7 +428,7 @@ class AugmentSettings(Settings):
 
     @property
     def recipe(self) -> str:
-        """Describe the augmentation by its settings, as in a config."""
+        """List the settings that differ from no augmentation, with their values."""
         plain = AugmentSettings(flip_probability=0).fed_as("bilinear", 1.0).model_dump(mode="json")
         fed = self.fed_as("bilinear", 1.0).model_dump(mode="json")
         return (
@@ -433,7 +438,7 @@ class AugmentSettings(Settings):
 
     @property
     def mixing(self) -> dict[str, str]:
-        """Active ways to mix images, each with the setting that turns it off."""
+        """Active mixing methods (MixUp, CutMix), each with the setting that turns it off."""
         ways = {
             "MixUp": ("mixup_alpha", self.mixup_alpha),
             "CutMix": ("cutmix_alpha", self.cutmix_alpha),
@@ -452,8 +457,8 @@ class OptimizerSettings(Settings):
     lr: float = Field(1e-4, gt=0)
     """Largest learning rate, reached at the end of the warm-up."""
     weight_decay: float = Field(1e-3, ge=0)
-    """Decoupled weight decay. Each step shrinks the weights by learning rate x weight_decay,
-    whatever their gradient."""
+    """Decoupled weight decay. Each step shrinks the weights by the fraction learning rate x
+    weight_decay, independent of the gradient."""
     decay: Literal["matrices", "all"] = "matrices"
     """Parameters with weight decay. matrices: only matrices. all: also norms and biases, as in the
     code of Scaling MLPs."""
@@ -463,13 +468,13 @@ class OptimizerSettings(Settings):
     momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum (SGD only)."""
     nesterov: bool = True
-    """Use Nesterov momentum (SGD only), as the Mixer paper does. The code of Scaling MLPs does
-    not."""
+    """Use Nesterov momentum (SGD only), as in the Mixer paper but not in the code of Scaling MLPs.
+    """
     head_lr_scale: float = Field(1.0, gt=0)
-    """Factor for the classifier's learning rate."""
+    """Factor by which the classifier's learning rate is multiplied."""
     layer_decay: float = Field(1.0, gt=0, le=1)
-    """Learning rate of each layer as a fraction of the next layer's, from the last block down to
-    the stem. 1: off."""
+    """Learning rate of each layer, as a fraction of the learning rate of the layer after it, from
+    the last block to the stem. 1: off."""
 
     @model_validator(mode="after")
     def _betas_fit(self) -> "OptimizerSettings":
@@ -484,7 +489,7 @@ class OptimizerSettings(Settings):
             raise SettingsError(
                 "optimizer.betas",
                 f"{list(self.betas)} is not valid",
-                "each must be in [0, 1), for example [0.9, 0.99]",
+                "write numbers in [0, 1), for example [0.9, 0.99]",
                 code="bad-value",
             )
         return self
@@ -499,16 +504,17 @@ class ScheduleSettings(Settings):
     """Length of the linear warm-up to optimizer.lr. If the warm-up is not shorter than the run, a
     tenth of the run is used."""
     warmup_from: float | None = Field(None, ge=0, examples=[1e-06])
-    """Learning rate of the first step (default: optimizer.lr divided by the warm-up's steps)."""
+    """Learning rate of the first step (default: optimizer.lr divided by the number of warm-up
+    steps)."""
     final_lr: float = Field(0.0, ge=0)
     """Learning rate at the end of cosine, linear and wsd."""
     cooldown: Duration = Field("0 steps", examples=["10 epochs"])
     """Length of the decay at the end of wsd. Runs of several lengths can share the constant part
-    before it (see start_from)."""
+    before the cooldown (see start_from)."""
 
 
 def _number_or_auto(value: object) -> object:
-    """Check both forms with one message. pydantic would print a message for each form."""
+    """Check the value with one message. pydantic would print a message for each allowed type."""
     if value in (None, "auto") or (type(value) is int and value >= 1):
         return value
     fix = "Write a whole number from 1, or auto"
@@ -525,9 +531,9 @@ class TrainSettings(Settings):
     local_batch_size: Annotated[int | Literal["auto"] | None, BeforeValidator(_number_or_auto)] = (
         Field(None, examples=["auto", 64])
     )
-    """Number of samples per rank and micro-batch (default: all of a rank's samples at once). auto:
-    the largest number that fits into memory, measured when the run begins. The global batch stays
-    the same."""
+    """Number of samples in a micro-batch of one rank (default: all samples that the rank has in a
+    step). auto: the largest number that fits into memory, measured when the run begins. The global
+    batch stays the same."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Label smoothing: fraction of the target that is spread over all classes. 0: off."""
     seed: int = Field(0, ge=0)
@@ -540,7 +546,7 @@ class TrainSettings(Settings):
     """Number of consecutive steps with a non-finite loss or gradient after which the run stops and
     names the samples. Until then such steps are skipped."""
     loader_threads: int | None = Field(None, ge=1, examples=[4])
-    """Number of threads per rank that decode images (default: the rank's cores)."""
+    """Number of threads per rank that decode images (default: number of cores per rank)."""
     prefetch_batches: int = Field(4, ge=1)
     """Number of batches that are loaded in advance."""
     ema_decay: float | None = Field(None, gt=0, lt=1, examples=[0.9999])
@@ -554,8 +560,8 @@ class PassSettings(RanksSettings):
     gradient_clip_norm: float = Field(0.0, ge=0)
     """Largest norm of the gradient. Longer gradients are scaled down. 0: off."""
     activation_checkpointing: bool = False
-    """Keep only each block's input, and compute activations again in the backward pass. This needs
-    less memory and about a third more compute."""
+    """Store only the input of each block, and recompute activations in the backward pass. This
+    needs less memory and about a third more compute."""
     compile: bool = False
     """Compile the model block by block with torch.compile. The first step takes a minute or more.
     Later steps are faster on GPUs, but hardly on CPUs."""
@@ -567,14 +573,14 @@ class EngineSettings(PassSettings):
     """State that ZeRO divides over the ranks. 0: nothing. 1: optimizer state. 2: also gradients. 3:
     also weights."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
-    """Precision of forward and backward passes. tf32: fp32, but GPUs multiply with ten bits. fp16:
-    uses a dynamic loss scale, and skips steps that overflow."""
+    """Precision of forward and backward passes. tf32: fp32 storage, but GPUs multiply with a 10-bit
+    mantissa. fp16: uses a dynamic loss scale, and skips steps that overflow."""
     cuda_graphs: bool = False
     """Capture the passes in CUDA graphs and replay them, for small models on GPUs. This needs
     `compile`, stage 0 and one micro-batch per step. Not yet run on a GPU."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """State that is kept in CPU memory instead of GPU memory. optimizer: optimizer state and update
-    (stages 1 to 3). all: also weights (stage 3)."""
+    (ZeRO stages 1 to 3). all: also weights (stage 3)."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "EngineSettings":
@@ -592,19 +598,20 @@ class EngineSettings(PassSettings):
 class CheckpointSettings(Settings):
     example_with: ClassVar = {"remote_storage": "{}remote=s3://bucket/run"}
     every: Cadence = "1 epochs"
-    """Interval between checkpoints. The end of training makes one, too."""
+    """Interval between checkpoints. Training also saves a checkpoint at its end."""
     keep_last: int = Field(2, ge=1)
-    """Number of newest checkpoints to keep. If the newest is damaged, training resumes from the
-    previous one."""
+    """Number of newest checkpoints to keep. If the newest checkpoint is damaged, training resumes
+    from the previous one."""
     keep_every: Cadence | None = Field(None, examples=["50 epochs"])
     """Interval between checkpoints that are kept forever, for example 50 epochs."""
     milestones: tuple[Duration, ...] = Field((), examples=[["50 epochs", "100 epochs"]])
-    """Training lengths at which a checkpoint is made and kept forever; RUN@50epochs selects one. If
-    the learning rate is constant, the checkpoint equals the last one of a run of that length, bit
-    for bit."""
+    """Training lengths at which a checkpoint is saved and kept forever. RUN@50epochs selects the
+    checkpoint at 50 epochs. If the learning rate is constant, the checkpoint equals, bit for bit,
+    the last checkpoint of a run of that length."""
     keep_best: bool | None = None
-    """Make a checkpoint at each evaluation with the highest top-1 accuracy so far, and keep it
-    until a better one (RUN/checkpoints/best.json). Default: on if data.eval_split is set."""
+    """Save a checkpoint at each evaluation with the highest top-1 accuracy so far, and keep it
+    until a better checkpoint replaces it (RUN/checkpoints/best.json). Default: on if
+    data.eval_split is set."""
     remote: Annotated[str, _kept_out(_OF_REMOTE)] | None = Field(
         None, examples=["s3://bucket/runs/mine"]
     )
@@ -614,11 +621,12 @@ class CheckpointSettings(Settings):
     remote_storage: dict[str, Any] = Field(
         default_factory=dict, exclude=True, examples=[{"endpoint_url": "https://minio:9000"}]
     )
-    """Options for fsspec, as in data.storage. They may contain secrets and are never stored."""
+    """Options for fsspec, as in data.storage. The options may contain secrets and are never stored.
+    """
     grace_s: float = Field(30.0, ge=1)
-    """Seconds between SIGTERM and the kill of this process (Kubernetes: 30, most spot offers: 120).
-    A stopped run waits that long for the upload of its last checkpoint. If the upload is
-    incomplete, a resume on another disk begins at an earlier checkpoint."""
+    """Seconds between SIGTERM and SIGKILL (Kubernetes: 30, most spot instances: 120). A stopped run
+    uses this time to upload its last checkpoint. If the upload is incomplete, a resume on another
+    disk begins at an earlier checkpoint."""
 
     @model_validator(mode="after")
     def _remote_is_a_bucket(self) -> Self:
@@ -626,7 +634,7 @@ class CheckpointSettings(Settings):
         field = "checkpoint.remote"
         if kind not in REMOTES or not place.strip("/"):
             fix = "Write s3://BUCKET/RUN, or use gs, az or file instead of s3"
-            raise UserError(field, f"{kind!r} is not a bucket", fix, code="bad-value")
+            raise UserError(field, f"{self.remote!r} is not a bucket", fix, code="bad-value")
         if "?" in place:
             fix = "Remove the part of the address that begins with ?"
             raise UserError(field, "a query (?...) is not supported", fix, code="bad-value")
@@ -646,11 +654,11 @@ class TrackingSettings(Settings):
     """MLflow database or server (default: MLFLOW_TRACKING_URI, otherwise mlflow.db next to the run
     directory)."""
     sinks: tuple[SinkName, ...] = Field((), examples=[["tensorboard"]])
-    """Other tools whose files are written to RUN/tracking during the run. `pretrain sync RUN --to
-    TOOL` writes them later."""
+    """Other tools for which the run writes files to RUN/tracking. `pretrain sync RUN --to TOOL`
+    writes the files after the run."""
     peak_teraflops: float | None = Field(None, gt=0, examples=[312.0])
-    """Peak TFLOP/s of one rank's device, to compute MFU (default: from its data sheet, or
-    measured)."""
+    """Peak TFLOP/s of one rank's device, to compute MFU. Default: the value in the data sheet of a
+    known GPU, otherwise a measured value."""
 
     @model_validator(mode="after")
     def _sinks_can_be_written(self) -> Self:
@@ -674,7 +682,7 @@ def check_installed(*sinks: str) -> None:
             raise UserError(
                 "sinks",
                 f"{modules[sink]} is not installed",
-                f"pip install 'wide-mlps[{sink}]'",
+                f"run pip install 'wide-mlps[{sink}]'",
                 code="missing-library",
             )
 
@@ -683,14 +691,14 @@ Resume = Literal["auto", "must", "never", "changed_code"]
 
 
 class TrainingSettings(Settings):
-    """Settings of a training, from random or other weights."""
+    """Settings of pretraining and of fine-tuning."""
 
     run_dir: str = Field(examples=["runs/mine"])
     """Directory of the run: checkpoints, event log and config. The same command resumes the run."""
     resume: Resume = "auto"
     """Rule for a resume. auto: resume from a checkpoint if there is one. must: fail without a
-    checkpoint. never: fail if there is a checkpoint. changed_code: as auto, even if the code of
-    model.import has changed."""
+    checkpoint. never: fail if there is a checkpoint. changed_code: same as auto, but also resume if
+    the code of model.import has changed."""
     data: DataSettings
     augment: AugmentSettings = AugmentSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
@@ -723,8 +731,8 @@ class TrainingSettings(Settings):
             nearest = nearest_divisor(batch // unit, streams)
             raise SettingsError(
                 "data.canonical_streams",
-                f"{streams} streams do not give equal parts of {batch} images"
-                + ", each of complete MixUp pairs" * (unit - 1),
+                f"a batch of {batch} cannot be divided into {streams} equal parts"
+                + " of complete pairs for mixing" * (unit - 1),
                 f"set data.canonical_streams={nearest}, or another train.global_batch_size",
                 code="mismatch",
             )
@@ -745,9 +753,9 @@ class TrainingSettings(Settings):
 class PretrainSettings(TrainingSettings):
     of_verb = "pretrain train"
     start_from: str | None = Field(None, examples=["runs/mine"])
-    """Run or folder of weights of the same model to begin with. The head is loaded if the classes
-    are the same. RUN@50epochs also continues the optimizer and the position in the data: a branch
-    with another schedule or length. A resume does not read start_from again."""
+    """Run, or folder of weights, to begin with. The model must be the same. The head is loaded if
+    the classes are the same. RUN@50epochs also continues the optimizer and the data position. Use
+    it to branch a run with another schedule or length. A resume does not read start_from again."""
     model: Annotated[
         ModelSpec,
         BeforeValidator(expand_preset, json_schema_input_type=NamedModel | OwnModel | ModelSpec),
@@ -763,7 +771,7 @@ def check_schedule(schedule: ScheduleSettings, lr: float, *, field: str = "optim
         raise SettingsError(
             "schedule.final_lr",
             f"{final_lr} is above {field} {lr}",
-            f"set at most {lr}, because {schedule.name} only lowers it",
+            f"set at most {lr}, because {schedule.name} only lowers the learning rate",
             code="conflict",
         )
     is_wsd, cools = schedule.name == "wsd", parse_length(schedule.cooldown).amount > 0
@@ -774,47 +782,47 @@ def check_schedule(schedule: ScheduleSettings, lr: float, *, field: str = "optim
     }
     check_needs(schedule, "schedule", needs)
     if is_wsd and not cools:
-        problem, fix = "wsd needs a cooldown", "set it, for example '10 epochs'"
+        problem, fix = "wsd needs a cooldown", "set a length, for example '10 epochs'"
         raise SettingsError("schedule.cooldown", problem, fix, code="conflict")
     if first_lr is not None and first_lr > lr:
         raise SettingsError(
             "schedule.warmup_from",
             f"{first_lr} is above {field} {lr}",
-            f"set at most {lr}, because a warm-up only raises it",
+            f"set at most {lr}, because a warm-up only raises the learning rate",
             code="conflict",
         )
 
 
 def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_ranks: int) -> int:
-    """Check the batch sizes, and return the local batch size on this many ranks. For auto, return
-    all samples of a rank; a divisor is chosen later."""
+    """Check the batch sizes, and return the local batch size for `num_ranks` ranks. For `auto`,
+    return all samples of a rank in a step; a divisor is chosen later."""
     whole = train.global_batch_size
     if whole % num_ranks:
         low, high = whole // num_ranks * num_ranks, -(-whole // num_ranks) * num_ranks
         near = f"{low} or {high}" if low else f"{high}"
         raise SettingsError(
             "train.global_batch_size",
-            f"{whole} does not split over {num_ranks} ranks",
-            f"the nearest valid size is {near}",
+            f"{whole} is not divisible by {num_ranks} ranks",
+            f"set {near}",
             code="conflict",
         )
     share = whole // num_ranks
     local = train.local_batch_size if isinstance(train.local_batch_size, int) else share
     if share % local:
         fault = (
-            f"{local} does not divide a rank's part of {share} (global_batch_size {whole} on"
+            f"{local} does not divide the {share} samples of a rank (global_batch_size {whole} on"
             f" {num_ranks} ranks)"
         )
         raise SettingsError(
             "train.local_batch_size",
             fault,
-            f"the nearest valid size is {nearest_divisor(share, local)}",
+            f"set {nearest_divisor(share, local)}",
             code="bad-value",
         )
     if augment.mixes_pairs and local % 2:
         raise SettingsError(
             "train.local_batch_size",
-            f"{local} on {num_ranks} ranks is odd, but {' and '.join(augment.mixing)} mixes pairs",
+            f"{local} samples per rank cannot form pairs for {' and '.join(augment.mixing)}",
             "set an even number",
             code="conflict",
         )

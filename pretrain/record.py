@@ -1,7 +1,7 @@
-"""The record of a run: its task, plan, labels, seed and parents. No torch.
+"""The record of a run: its task, plan, labels, seed and parents.
 
-A run writes RUN/record.json when it begins, and keeps it when it resumes. Reports, tables, figures
-and model cards read the record; nothing guesses it from settings.
+A run writes RUN/record.json when it begins, and keeps the file when it resumes. Reports, tables,
+figures and model cards read these facts from the record, never from settings.
 
     {"task": "probe", "plan": "widths", "stage": "probe", "member": "3",
      "labels": {"model.width": "64"}, "seed": 0,
@@ -9,9 +9,8 @@ and model cards read the record; nothing guesses it from settings.
                   "record": {"task": "pretrain", ...}}]}
 
 A parent is the run whose weights this run began with. Its path is relative to the run, so you can
-move both together; a name on the hub is kept unchanged. `checkpoint` is the step of the weights,
-and `sha256` their hash. `record` is the parent's record without its own parents, or null for
-weights without a record.
+move both together. A name on the hub is stored unchanged. `record` is the parent's record without
+the parent's own parents, or null for weights without a record.
 """
 
 import os
@@ -34,7 +33,7 @@ RecordedTask = Literal["pretrain", "probe", "tune", "knn", "evaluate", "export"]
 
 
 class RecordSettings(Settings):
-    """Position of a run in a plan. `cluster/submit` sets it."""
+    """Position of a run in a plan, set by `cluster/submit`."""
 
     plan: str | None = Field(None, examples=["widths"])
     """Name of the plan that the run belongs to."""
@@ -43,15 +42,16 @@ class RecordSettings(Settings):
     member: str | None = Field(None, examples=["3"])
     """Name of the run in its stage."""
     labels: dict[str, str] = Field(default_factory=dict, examples=[{"model.width": "64"}])
-    """Values that distinguish this run in its plan, for tables and figures. Plans set them."""
+    """Settings that distinguish this run from the other runs of its plan, for tables and figures.
+    The plan sets the labels."""
 
 
 @dataclass(frozen=True)
 class Parent:
     run: str
-    """Path of the run or folder of weights, or its name on the hub."""
+    """Path of a run or of a folder of weights, or a name on the Hugging Face hub."""
     checkpoint: int
-    """Step of the weights."""
+    """Training step at which the weights were saved."""
     sha256: str = ""
     """Hash of the weights; "" in older records."""
     record: "RunRecord | None" = None
@@ -67,7 +67,7 @@ class RunRecord:
     seed: int | None = None
     parents: tuple[Parent, ...] = ()
     code_sha256: str = ""
-    """Hash of the code of model.import; "" for other models."""
+    """Hash of the code that `model.import` names; "" for other models."""
 
 
 def write_record(
@@ -94,15 +94,16 @@ def write_record(
 
 
 def read_record(run_dir: Path) -> RunRecord | None:
-    """Return the record of a run with absolute paths of its parents; None if it has no record."""
+    """Return the record of a run, with absolute paths of the parents. Return None if the run has no
+    record."""
     path = run_dir / RECORD
     try:
         record = TypeAdapter(RunRecord).validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError as error:
-        problem = f"cannot be read ({str(error).splitlines()[0]})"
-        fix = "remove it and run the same command again"
+        problem = f"the record cannot be read ({str(error).splitlines()[0]})"
+        fix = "remove the file and run the same command again"
         raise UserError(str(path), problem, fix, code="damaged") from None
     parents = [
         each

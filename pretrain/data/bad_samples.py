@@ -1,8 +1,9 @@
-"""Samples that do not decode during training. Each gets a stand-in and a log line. Too many end the
-run.
+"""Replace samples that do not decode during training, and log each one. Too many bad samples stop
+the run.
 
-A stand-in depends on the sample only, so every rank, world size and resume trains on the same
-images. Lines go to RUN/bad_samples/rank-R.jsonl, once per process for each sample.
+The replacement (stand-in) depends on the bad sample only, so every rank, world size and resume
+trains on the same images. RUN/bad_samples/rank-R.jsonl gets a line for each bad sample, once per
+process.
 """
 
 import json
@@ -23,8 +24,6 @@ MAX_ATTEMPTS = 16
 
 
 class TooManyBadSamples(UserError):  # noqa: N818
-    """More bad samples than the config allows."""
-
     of_all_ranks = True
 
 
@@ -37,13 +36,13 @@ class BadSampleLog:
         self._lock = threading.Lock()
 
     def note(self, bad: Unreadable, stand_in: int | None, *, known_as: Hashable) -> None:
-        """Log the bad sample once. `known_as` identifies it, because datasets of a mixture may have
-        equal shard names and keys. A stream skips the sample, without a stand-in."""
+        """Log the bad sample once, identified by `known_as`: datasets of a mixture may have equal
+        shard names and keys. `stand_in` None: a stream skips the sample."""
         with self._lock:
             if known_as in self._known:
                 return
             self._known.add(known_as)
-            instead = "it is skipped" if stand_in is None else f"sample {stand_in} stands in"
+            instead = "skipped" if stand_in is None else f"replaced by sample {stand_in}"
             print(f"bad sample: {bad.shard}: {bad.key}: {bad.reason}; {instead}", file=sys.stderr)
             if self._log is not None:
                 line = {
@@ -67,7 +66,8 @@ class BadSamples(BadSampleLog):
         self._reader, self._chosen = reader, chosen
 
     def replace(self, bad: Sequence[Unreadable], ids: Ids, batch_BHWC: Tensor) -> Ids:
-        """Fill the bad rows of the batch. Return all ids, with the ids of the stand-ins."""
+        """Fill the rows of bad samples with their stand-ins. Return `ids` with the ids of the
+        stand-ins."""
         shown = ids.copy()
         for each in bad:
             shown[each.place] = self._stand_in(each, batch_BHWC[each.place : each.place + 1])
@@ -92,7 +92,8 @@ class BadSamples(BadSampleLog):
 
 
 def left_out(bad: Sequence[Unreadable], ids: Ids, images_BHWC: Tensor) -> Ids:
-    """Mask the bad samples of an evaluation, and print each one once (padding repeats a sample)."""
+    """Mask the bad samples of an evaluation (-1 in the returned ids), and print each sample once,
+    because padding repeats a sample."""
     for each in {each.sample: each for each in bad}.values():
         print(
             f"bad sample: {each.shard}: {each.key}: {each.reason}; the score ignores it",
@@ -110,8 +111,8 @@ def masked(bad: Sequence[Unreadable], ids: Ids, images_BHWC: Tensor) -> Ids:
 
 
 def check_fraction(num_bad: int, *, num_seen: int, num_samples: int, max_fraction: float) -> None:
-    """Check the fraction of bad samples among the samples of this attempt, or of an epoch if that
-    is more."""
+    """Raise an error if more than `max_fraction` of the samples of this attempt (or of an epoch, if
+    that is more) are bad."""
     if num_bad > max_fraction * max(num_seen, num_samples):
         raise TooManyBadSamples(
             "data.max_bad_fraction",

@@ -1,8 +1,7 @@
 """The training data of a run: one split of a dataset, a mixture of several datasets, or a stream.
-No torch.
 
-A mixture has all classes of its datasets in the order of their first occurrence; equal names are
-one class. Its channel statistics have the weights of its datasets.
+A mixture has all classes of its datasets, in the order of their first occurrence. Equal class names
+are one class. Its channel statistics are averages with the weights of the datasets.
 
 The file is long because datasets, mixtures, folds and streams share one interface.
 """
@@ -82,21 +81,21 @@ class Part:
     manifest: Manifest
     split: str
     classes: tuple[int, ...] | None = None
-    """Number of each class in the complete data; None: unchanged."""
+    """Number of each class in the complete training data. None: the same numbers as in this
+    dataset."""
     fold: int | None = None
-    """The only fold to train on, if the split has the annotation `folds`."""
+    """Number of the fold to train on, if the split has the annotation `folds`."""
     staged: ShardStore | None = None
-    """Copies on this node's disk: all indices, and the shards in `staged_files`."""
+    """Store of copies on this node's disk: all indices, and the shards in `staged_files`."""
     staged_files: frozenset[str] = frozenset()
 
     @property
     def num_samples(self) -> int:
-        """Number of samples to train on."""
         return self.content.num_samples if self.chosen is None else len(self.chosen)
 
     @cached_property
     def chosen(self) -> Ids | None:
-        """Numbers of the fold's samples in the split; None: all samples."""
+        """Sample numbers of the fold in the split. None: train on all samples."""
         if self.fold is None:
             return None
         bits = load_annotation(self.directory, self.content, FOLDS)
@@ -107,7 +106,7 @@ class Part:
         return self.manifest.splits[self.split]
 
     def tar(self, shard: Shard) -> Path:
-        """Return the path of a local shard."""
+        """Return the path of a local shard, or of its staged copy."""
         name = f"{shard.sha256}.tar"
         if self.staged is None or name not in self.staged_files:
             return self.directory / shard.file
@@ -143,12 +142,10 @@ class TrainingData:
 
     @property
     def image_size(self) -> int:
-        """Input size of the model."""
         return self.settings.image_size or self.parts[0].manifest.image_size
 
     @property
     def read_parts(self) -> tuple[Part, ...]:
-        """Parts for training and evaluation."""
         evaluated = self.eval_part()
         return self.parts if evaluated is None else (*self.parts, evaluated)
 
@@ -159,7 +156,6 @@ class TrainingData:
 
     @cached_property
     def pixels_hash(self) -> str:
-        """Hash of the pixels that readers decode."""
         return self._hash([part.manifest.pixels_hash for part in self.parts])
 
     def _hash(self, hashes: list[str]) -> str:
@@ -170,7 +166,7 @@ class TrainingData:
 
     @cached_property
     def channel_statistics(self) -> tuple[Statistic, Statistic]:
-        """Mean and standard deviation, weighted as images are sampled."""
+        """Mean and standard deviation of each color, weighted as the datasets are sampled."""
         if len(self.parts) == 1:
             return self.parts[0].manifest.channel_mean, self.parts[0].manifest.channel_std
         shares = np.array(self.weights) / sum(self.weights)
@@ -180,11 +176,12 @@ class TrainingData:
         return _triple(mean), _triple(np.sqrt(np.maximum(shares @ squares - mean**2, 0)))
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Fail if a stream has fewer shards than ranks."""
+        """Raise SettingsError if a stream has fewer shards than ranks."""
 
     @property
     def squares(self) -> tuple[CropPolicy, Filter] | tuple[None, None]:
-        """Crop and interpolation that made the stored images square; None if parts differ."""
+        """Crop and interpolation that made the stored images square; (None, None) if the datasets
+        differ."""
         ways = {(part.manifest.crop, part.manifest.interpolation) for part in self.parts}
         return ways.pop() if len(ways) == 1 else (None, None)
 
@@ -197,7 +194,7 @@ class TrainingData:
                 self._order(0, end - first, number, seed=seed, batch=global_batch_size)
                 for number, (first, end) in enumerate(pairwise(ends))
             ]
-            # blocks have the size of a shard and begin with it: each shard is in one window
+            # if block_size is the shard size, blocks begin with a shard: each is in one window
             shards = np.cumsum([0, *(shard.num_samples for shard in self.parts[0].content.shards)])
             after = shards[np.searchsorted(shards, ends[:-1])] - ends[:-1]
             return CanonicalStreams(
@@ -217,7 +214,7 @@ class TrainingData:
         return orders[0] if chosen is None else FoldOrder(orders[0], chosen)
 
     def shards_of(self, ranks: range, *, num_ranks: int) -> Iterator[tuple[Part, Shard]]:
-        """Yield the shards that these neighboring ranks train on, with their parts."""
+        """Yield (part, shard) for each shard that the neighboring ranks `ranks` train on."""
         streams = self.settings.canonical_streams
         ends = stream_ends(self.num_samples, streams)
         first = ends[ranks.start * streams // num_ranks]
@@ -232,7 +229,6 @@ class TrainingData:
 
     @property
     def is_remote(self) -> bool:
-        """True if any training shard is on a server."""
         return any(shard.is_remote for part in self.parts for shard in part.content.shards)
 
     def node_bytes(self, num_nodes: int) -> int:
@@ -246,17 +242,15 @@ class TrainingData:
         )
 
     def reading_in_words(self, num_nodes: int) -> str:
-        """Describe the part of the training data that a node reads in an epoch."""
         own, total = self.node_bytes(num_nodes), self.node_bytes(1)
         nodes = f"{num_nodes} node{'s' * (num_nodes > 1)}"
-        words = f"with {nodes} a node reads at most {own / 1e9:,.3g} GB an epoch"
-        words += f", {own / total:.1%} of the shards"
+        words = f"with {nodes}, a node reads at most {own / 1e9:,.3g} GB per epoch"
+        words += f" ({own / total:.1%} of the shards)"
         if num_nodes > 1 and self.settings.canonical_streams % num_nodes:
-            words += f"; data.canonical_streams={num_nodes} would limit it to its own shards"
+            words += f"; set data.canonical_streams={num_nodes} to read only the node's own shards"
         return words
 
     def epoch_size(self, *, global_batch_size: int) -> int:
-        """Return the number of positions in one epoch."""
         return epoch_length(
             self.num_samples,
             global_batch_size=global_batch_size,
@@ -264,25 +258,23 @@ class TrainingData:
         )
 
     def steps(self, length: str, *, global_batch_size: int) -> int:
-        """Convert a length of the settings, for example 5 epochs, to steps."""
         num_samples = self.epoch_size(global_batch_size=global_batch_size)
         return parse_length(length).steps(
             global_batch_size=global_batch_size, num_samples=num_samples
         )
 
     def eval_part(self) -> Part | None:
-        """Return the evaluation split of the first dataset, with class numbers of all data."""
+        """Return the evaluation split of the first dataset, with the class numbers of all training
+        data, or None."""
         first, split = self.parts[0], self.settings.eval_split
         return None if split is None else replace(first, split=split, fold=None)
 
     @property
     def baselines(self) -> str:
-        """Describe the accuracies of constant predictions on the evaluation split."""
         part = self.eval_part()
         return baselines(len(self.classes), part.content.largest_class if part else None)
 
     def _order(self, number: int, num_samples: int, *stream: int, seed: int, batch: int) -> Order:
-        """Return the order of a part, or of one stream of a part."""
         data, part = self.settings, self.parts[number]
         differs = [number] if number else []  # two uses of a dataset need two orders
         if stream:
@@ -296,11 +288,11 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class StreamData(TrainingData):
-    """Data of a stream. The manifest of its one part describes its images; its split has no
-    shards."""
+    """Data of a stream. It has one part: the part's manifest describes the images, and the split
+    has no shards."""
 
     urls: tuple[str, ...] = ()
-    """Addresses and `pipe:` commands, never from a manifest."""
+    """Shard addresses and `pipe:` commands from the settings, never from a manifest."""
     evaluated: Part | None = None
 
     @property
@@ -310,7 +302,6 @@ class StreamData(TrainingData):
 
     @cached_property
     def content_hash(self) -> str:
-        """Hash of the list, because the content of the shards is unknown."""
         return hash_of_json(["stream", self.urls, self.classes])
 
     @cached_property
@@ -327,14 +318,13 @@ class StreamData(TrainingData):
         if len(self.urls) < num_ranks:
             raise SettingsError(
                 "data.dataset",
-                f"each rank reads its own shards, but {num_ranks} ranks have {len(self.urls)}",
-                "write more shards, or index them with data_prep index, so that ranks share shards",
+                f"{num_ranks} ranks need {num_ranks} shards, but the stream has {len(self.urls)}",
+                "write more shards, or index the shards with data_prep index to share them",
                 code="mismatch",
             )
 
     @property
     def in_words(self) -> str:
-        """Describe the stream and its limits."""
         rows = [" ".join(f"{value:.3f}" for value in row) for row in self.channel_statistics]
         default = (
             ", ImageNet's by default"
@@ -342,8 +332,8 @@ class StreamData(TrainingData):
             else ""
         )
         return (
-            f"a stream of {len(self.urls):,} shards: no shuffle over all shards and no exact"
-            f" resume; an epoch is data.samples_per_epoch={self.num_samples:,}; mean / std"
+            f"a stream of {len(self.urls):,} shards: it has no shuffle over all shards and no exact"
+            f" resume; an epoch has {self.num_samples:,} samples; mean / std of the colors is"
             f" {' / '.join(rows)}{default}"
         )
 
@@ -435,8 +425,8 @@ def _load_stream(data: DataSettings) -> StreamData:
 
 
 def expand_shards(words: str) -> tuple[str, ...]:
-    """Expand a list of shards as webdataset does: split at `::`, replace ${NAME} by the variable
-    WDS_NAME, and expand braces."""
+    """Expand a list of shards as webdataset does: split at `::`, replace ${NAME} by the environment
+    variable WDS_NAME, and expand braces."""
 
     def value(match: re.Match[str]) -> str:
         if (found := os.environ.get(name := f"WDS_{match[1]}")) is None:
@@ -453,7 +443,7 @@ def expand_shards(words: str) -> tuple[str, ...]:
         if is_record(part):
             raise SettingsError(
                 "data.dataset",
-                f"{part} is only the record of a command",
+                f"{part} is only the record of a command, not the command",
                 "give the command again as data.dataset='pipe:COMMAND'",
                 code="missing-value",
             )
@@ -497,7 +487,7 @@ def expand_shards(words: str) -> tuple[str, ...]:
 def check_against_data(
     data: TrainingData, *, model: ModelSpec, train: TrainSettings, schedule: ScheduleSettings
 ) -> int:
-    """Return the number of steps of the run, and check the settings against the datasets."""
+    """Check the settings against the datasets, and return the number of steps of the run."""
     model.check(image_size=data.image_size)
     batch = train.global_batch_size
     if batch > data.num_samples:
@@ -529,8 +519,8 @@ def check_against_data(
 
 
 def fit_warmup(num_warmup_steps: int, *, num_steps: int) -> int:
-    """Return the steps of the warm-up: a tenth of the run if the warm-up is not shorter than the
-    run."""
+    """Return the number of warm-up steps. A warm-up that is not shorter than the run becomes a
+    tenth of the run."""
     return num_warmup_steps if num_warmup_steps < num_steps else num_steps // 10
 
 
@@ -548,13 +538,12 @@ def _labeled(manifest: Manifest, split: str, *, field: str, directory: str) -> N
 
 
 def num_folds(part: Part) -> int:
-    """Return the number of folds of the split."""
     annotation = part.content.annotations.get(FOLDS)
     return annotation.num_columns if annotation else 0
 
 
 def stream_ends(num_samples: int, num_streams: int) -> list[int]:
-    """Return the first sample of each canonical stream, and the number of samples."""
+    """Return the first sample of each canonical stream, followed by the number of samples."""
     return [num_samples * number // num_streams for number in range(num_streams + 1)]
 
 
@@ -577,8 +566,8 @@ def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
         example = (*sized, keeping[0].manifest.image_size)[0]
         raise SettingsError(
             "data.image_size",
-            f"it is required because {keeping[0].directory} keeps the images' own sizes",
-            f"set it, for example data.image_size={example}",
+            f"a value is required because {keeping[0].directory} keeps the images' own sizes",
+            f"set a size, for example data.image_size={example}",
             code="missing-value",
         )
     stored = {part.manifest.image_size for part in parts if part not in keeping}
@@ -595,7 +584,8 @@ def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
         if (size := part.stored_size(data.image_size)) != first:
             raise SettingsError(
                 "data.extra_datasets",
-                f"{part.directory} has images of {size} px, but {parts[0].directory} of {first} px",
+                f"images have {size} px in {part.directory}, but {first} px in"
+                f" {parts[0].directory}",
                 "build one dataset again with the size of the other",
                 code="mismatch",
             )

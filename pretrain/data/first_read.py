@@ -1,16 +1,16 @@
 """Hash each local shard once in a run (`data.verify_hashes: on_first_read`).
 
-Hashing runs in the background and stops the run at the first wrong shard.
+Hashing runs in the background and stops the run at the first shard with a wrong hash.
 
 1. The local shards that at least one node reads in place are divided among all ranks. Staged and
    downloaded shards are hashed as they arrive.
-2. On each rank a thread of the lowest priority hashes its shards. RUN/checked/rank-R.jsonl gets a
-   line for each correct shard (path, size, mtime, sha256), so later attempts do not hash it again.
+2. On each rank, a thread of the lowest priority hashes the rank's shards. RUN/checked/rank-R.jsonl
+   gets a line for each correct shard (path, size, mtime, sha256). Later attempts skip this shard.
 3. A rank with a wrong shard fails at its next step, or at the end of training, and the heartbeat
    ends the other ranks.
 
 Checkpoints do not wait for the hashes, so earlier checkpoints may have been trained on wrong bytes.
-If a run ends before all shards are hashed, the other shards stay unchecked.
+If a run ends before all shards are hashed, the remaining shards stay unchecked.
 """
 
 import json
@@ -32,7 +32,8 @@ from pretrain.ranks.world import World
 
 class FirstRead(threading.Thread):
     def __init__(self, parts: Sequence[Part], *, run_dir: Path, world: World, device: torch.device):
-        """Start hashing. All ranks call this with the same parts, some of which may be staged."""
+        """Choose the shards that this rank hashes. All ranks call this with the same parts; some
+        may be staged."""
         super().__init__(name="first-read", daemon=True)
         self._checked, self._rank = run_dir / "checked", world.rank
         is_in_place = any_rank(any(part.staged is None for part in parts), device=device)
@@ -80,12 +81,11 @@ class FirstRead(threading.Thread):
                 f"run data_prep verify {dataset}, restore the file, and repeat the command",
                 code="damaged",
             )
-        with suppress(OSError):  # without disk space the shard is hashed again
+        with suppress(OSError):  # without this line the shard is hashed again
             self._checked.mkdir(parents=True, exist_ok=True)
             with open(self._checked / f"rank-{self._rank}.jsonl", "ab", buffering=0) as file:
                 file.write(line + b"\n")
 
 
 def lowest_priority() -> None:
-    """Let the calling thread use only idle CPU time."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -1,19 +1,19 @@
-"""Batches for one rank, prefetched by threads in the plan's order, for training and evaluation.
+"""Batches of one rank for training and evaluation, prefetched by threads in the order of the plan.
 
 The loader has no state: it starts after `consumed` samples, a number in the trainer's checkpoint.
 Threads suffice, because gathering from mapped shards, libjpeg-turbo and numpy release the GIL.
 
 A batch is made in these steps:
 
-1. The caller takes a batch and makes room for one more request.
+1. The caller takes a finished batch. Then the loader submits the next request.
 2. The first free thread locates the samples of a group of requests, because numpy is slow for few
-   samples. The first group is one request, and each next group is twice as large. The first batch
-   then opens few indices.
+   samples. The first group is one request, so that the first batch opens few indices. Each next
+   group is twice as large.
 3. The threads fill parts of one reused buffer.
-4. The last thread to finish looks up the labels and calls `finish` (the augmentation on a CPU,
-   nothing for a GPU, see feed.py).
+4. The last thread to finish looks up the labels and calls `finish` (the augmentation on a CPU, no
+   work for a GPU, see feed.py).
 
-At most `prefetch` batches are in progress. Remote shards are announced early, for all ranks.
+At most `prefetch` batches are in progress. Remote shards are prefetched for all ranks of a node.
 """
 
 import itertools
@@ -41,8 +41,8 @@ from pretrain.ranks.world import World
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 OnBad = Callable[[Sequence[Unreadable], Ids, Tensor], Ids]
-"""Function that replaces bad rows of (ids, images). It returns the ids whose labels count, or
--1."""
+"""Function that replaces or masks the bad samples in (ids, images). For each row, it returns the id
+of the sample whose label counts, or -1 for a masked row."""
 Waits = Callable[[Future[T]], T]
 """Function that waits for a batch, for example `StopFlag.result`."""
 
@@ -54,7 +54,7 @@ LOOK_AHEAD = 32_768
 """Number of samples, over all ranks, whose remote shards are prefetched (at least two global
 batches). The next prefetch starts after half of them."""
 MOST_IDLE = 8
-"""Idle buffers of one size in the pool; others are freed."""
+"""Largest number of idle buffers of one size in the pool. Other idle buffers are freed."""
 
 
 class Reader(Protocol):
@@ -78,7 +78,7 @@ class BatchSource(Protocol[T_co]):
 
     def __next__(self) -> T_co: ...
     def end_waits(self) -> None:
-        """End all downloads. Nothing is fetched afterwards."""
+        """End all downloads, and start no new ones."""
 
     def close(self) -> None: ...
 
@@ -98,20 +98,19 @@ class Batch:
     epochs: Ids
     samples: Ids
     mix_keys: Ids
-    """Key of each image's random MixUp draw: position // 2 (pairs), or the number of the global
-    batch. If the keys are batches, `images_BHWC` begins
-    with the partner of the first image."""
+    """Key of each image's random MixUp draw: position // 2 for pairs, or the number of the global
+    batch. For batch numbers, `images_BHWC` has an extra first row: the partner of the first image.
+    """
     mask_B: Tensor | None = None
-    """False for padding of an evaluation, and for samples that cannot be read."""
+    """False for padding of an evaluation, and for samples that do not decode."""
     aspects_B: NDArray[np.float64] | None = None
     """Width / height of each image before it was squashed (`crop=full`); None if all images were
     cropped to squares."""
     num_bad: int = 0
-    """Samples that could not be read."""
+    """Number of samples that do not decode."""
 
 
 def as_stored(batch: Batch) -> Batch:
-    """Return the batch unchanged: a `finish` without work."""
     return batch
 
 
@@ -133,9 +132,9 @@ def training_batches(
 ) -> "Batches[T]":
     """Return the endless micro-batches of a rank after `consumed` samples.
 
-    `node_ranks`: ranks that share copies of remote shards with this one (default: all).
-    `previous_in`: global batch size; if set, each micro-batch begins with an extra image. This is
-    the previous image of the global batch; the first image follows the last one.
+    `node_ranks`: ranks that share copies of remote shards with this rank (default: all).
+    `previous_in`: global batch size. If set, each micro-batch begins with an extra image: the
+    previous image of the global batch. The last image of a global batch precedes its first image.
     """
     return Batches(
         reader,
@@ -173,7 +172,7 @@ def evaluation_batches(
     """Return every sample of the split once, in order, over all ranks. Padding and unreadable
     samples are masked."""
     plan = BatchPlan(local_batch_size * world.num_ranks, local_batch_size, world.num_ranks)
-    num_batches = -(-reader.num_samples // plan.global_batch_size)  # of every rank
+    num_batches = -(-reader.num_samples // plan.global_batch_size)  # per rank
     positions = itertools.islice(plan.sequence(consumed=0, rank=world.rank), num_batches)
     return Batches(
         reader,
@@ -207,7 +206,7 @@ class Batches(Generic[T]):
         waits: Waits[T] = Future.result,
     ):
         """`read_here`: function that selects the positions that this node reads. `waits`: function
-        with which `next` waits."""
+        with which `next` waits for a batch."""
         self.reader, self.order, self.finish, self.on_bad, self.pin = (
             reader,
             order,
@@ -231,7 +230,7 @@ class Batches(Generic[T]):
 
     def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
         if kind is not None:
-            self.end_waits()  # without it, closing may wait for a download
+            self.end_waits()  # otherwise closing may wait for a download
         self.close()
 
     def __iter__(self) -> Iterator[T]:
@@ -251,7 +250,7 @@ class Batches(Generic[T]):
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def announce(self, position: int) -> None:
-        """Tell the reader the next samples of all ranks of this node, because they share copies."""
+        """Prefetch the next samples of all ranks of this node, because these ranks share copies."""
         if not self.reader.is_remote:
             return
         with self._announcing:
@@ -268,7 +267,7 @@ class Batches(Generic[T]):
             return
         group = self._group
         request, own = group.jobs.popleft()
-        # all threads share the decoding of a batch, but only idle threads share gathering
+        # all threads decode parts of a batch, but only idle threads help to gather raw images
         smallest, sharing = SMALLEST_PART, self._num_threads
         if not self.reader.decodes:
             smallest, sharing = (
@@ -287,10 +286,10 @@ class Batches(Generic[T]):
 
 
 class _Group:
-    """Next requests. Their samples are looked up together."""
+    """Next requests, whose samples are looked up together."""
 
     def __init__(self, batches: Batches[Any], *, most_samples: int):
-        """Take requests. The last one may exceed `most_samples`."""
+        """Take requests until the group has at least `most_samples` samples."""
         self._batches, self._lock = batches, threading.Lock()
         self.jobs: deque[tuple[Request, slice]] = deque()
         """Requests, each with the rows of its samples in the group."""
@@ -319,8 +318,6 @@ class _Group:
 
 
 class _Job(Generic[T]):
-    """One batch that threads are filling."""
-
     def __init__(
         self, batches: Batches[T], group: _Group, request: Request, *, own: slice, num_parts: int
     ):
@@ -343,7 +340,6 @@ class _Job(Generic[T]):
 
     def _run(self, part: int) -> None:
         batches, first, end = self._batches, self._cuts[part], self._cuts[part + 1]
-        # for each batch: the batches of other ranks are between the batches of a group
         batches.announce(int(self._request.positions.min()))
         epochs, places = self._group.located()
         places = places.part(self._own)
@@ -394,12 +390,14 @@ class _Job(Generic[T]):
 
 
 def num_cpu_threads(device: torch.device) -> int | None:
-    """Return the number of threads of a rank, which affects the rounding of sums; None on a GPU."""
+    """Return the number of torch's CPU threads, which affects the rounding of sums. Return None on
+    a GPU."""
     return torch.get_num_threads() if device.type == "cpu" else None
 
 
 def lone_threads(number: int, *, pin: bool) -> ThreadPoolExecutor:
-    """Start threads in which torch uses only one thread each, so that they do not compete."""
+    """Return a pool of started threads. torch uses a single core in each thread, so that the
+    threads do not compete."""
     device = torch.cuda.current_device() if pin else None
     started, before = threading.Barrier(number), torch.get_num_threads()
 
@@ -407,7 +405,7 @@ def lone_threads(number: int, *, pin: bool) -> ThreadPoolExecutor:
         try:
             if device is not None:
                 torch.cuda.set_device(device)  # else pinned memory opens a context on the first GPU
-            torch.get_num_threads()  # else torch's first operation takes the process's number
+            torch.get_num_threads()  # else torch's first operation resets the number of threads
             torch.set_num_threads(1)  # for this thread, and for threads that begin later
         except BaseException:
             started.abort()
@@ -429,10 +427,10 @@ def lone_threads(number: int, *, pin: bool) -> ThreadPoolExecutor:
 
 
 class BufferPool:
-    """Reused memory of batches. Page faults of fresh memory cost as much as filling it.
+    """Reused memory of batches. Page faults of fresh memory take as long as filling the memory.
 
-    Memory returns to the pool when nothing refers to the tensor, its views or their graph. torch
-    pools pinned memory itself. Several threads may use the pool.
+    Memory returns to the pool when no tensor, view or autograd graph refers to it. torch pools
+    pinned memory itself. Several threads may use the pool.
     """
 
     def __init__(self) -> None:

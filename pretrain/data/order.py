@@ -6,7 +6,7 @@ number of consumed samples. All ranks have the same number of steps, and all wor
 same batches.
 
 `data.last_batch` sets the length E of an epoch of N samples. `carry`: E = N, and a batch may span
-two epochs. `drop`: E is N rounded down to complete batches, and each epoch drops other samples.
+two epochs. `drop`: E is N rounded down to complete batches, and each epoch drops different samples.
 `pad`: E is N rounded up, and the last batch repeats the epoch's first samples.
 
 The order within an epoch is a keyed permutation of 0..N-1. It is a Feistel network over Z_a x Z_b
@@ -15,23 +15,24 @@ of neighboring samples and then the samples within windows of several blocks, so
 blocks at a time. The blocks begin at another sample in every epoch (benchmarks/order.py measures
 how well that mixes classes).
 
-A `Mixture` of datasets is one line: the source of each position is a pure function of weights and
-position. For two sources of weights a and b, floor(p a / (a + b)) of the first p positions belong
-to the first source. For more sources, the first is split from all others, and so on.
+A `Mixture` of datasets is also one line: the source of each position is a pure function of weights
+and position. For two sources of weights a and b, floor(p a / (a + b)) of the first p positions
+belong to the first source. For more sources, the first is separated from all others, then the
+second.
 
-In every range of positions each source has its fraction to within the number of sources. Position n
-of a source is position n of its own order. If weights are numbers of samples, one epoch has every
-sample of every source once. Sample ids of a source follow the ids of the previous sources, as in
-`ShardReader`.
+In every range of positions, the number of samples of a source differs from its expected number by
+at most the number of sources. Position n of a source is position n of its own order. If the weights
+are numbers of samples, one epoch has every sample of every source once. Sample ids of a source
+follow the ids of the previous sources, as in `ShardReader`.
 
-N `CanonicalStreams` cut the samples into N ranges, each with its own order. Every global batch
-takes an equal part from each stream. A rank takes a connected part of the batch, so a node reads
+N `CanonicalStreams` divide the samples into N ranges, each with its own order. Every global batch
+takes an equal part from each stream. A rank takes a contiguous part of the batch, so a node reads
 only the streams of its ranks. The streams depend only on N, so all world sizes still train on the
-same batches. Epochs are counted per stream: if N does not divide the samples, the epochs of longer
-streams end one sample later each.
+same batches. If N does not divide the number of samples, some streams have one more sample than
+others, and their epochs are longer.
 
-All random numbers of training are counter-based: `hash64` of their purpose. No generator has a
-state.
+All random numbers of training are counter-based: `hash64` computes each number from a key, without
+a generator's state.
 """
 
 import itertools
@@ -114,7 +115,6 @@ class Line(Protocol):
 
 
 def epoch_length(num_samples: int, *, global_batch_size: int, last_batch: LastBatch) -> int:
-    """Return the number of positions in one epoch."""
     if last_batch == "carry":
         return num_samples
     batches = (
@@ -138,7 +138,7 @@ class Order:
     length: int | None = None
     """Number of positions in an epoch; None: `num_samples`."""
     first_block: int | None = None
-    """Sample at which the first block begins; None: a different one in every epoch."""
+    """Sample at which the first block begins. None: a different sample in every epoch."""
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.length == 0:
@@ -146,7 +146,6 @@ class Order:
             raise UserError("data", problem, "choose another split", code="empty")
 
     def locate(self, positions: Ids) -> tuple[Ids, Ids]:
-        """Return (epoch, sample id) of positions on the endless line."""
         epochs, within = np.divmod(positions, self.length or self.num_samples)
         within %= self.num_samples  # `pad` repeats the first samples
         samples = np.empty_like(within)
@@ -210,7 +209,7 @@ class Mixture:
         return epochs, samples
 
     def deal(self, positions: Ids) -> tuple[Ids, Ids]:
-        """Return the source of each position, and its position in the source's own line."""
+        """Return the source of each position, and the position in the order of that source."""
         sources, places = np.zeros_like(positions), positions.copy()
         rows = np.arange(len(positions))
         for source in range(len(self.weights) - 1):
@@ -274,7 +273,8 @@ def mixture_weights(weights: Sequence[float | None], sizes: Sequence[int]) -> tu
 
 @dataclass(frozen=True)
 class FoldOrder:
-    """Order of some samples of a split: `of` orders indices into `samples`."""
+    """Order of a subset of a split. `samples` lists the subset; `of` shuffles indices into
+    `samples`."""
 
     of: Line
     samples: Ids
@@ -286,7 +286,7 @@ class FoldOrder:
 
 @dataclass(frozen=True)
 class AsItComes:
-    """Order of a stream: sample ids are positions."""
+    """Order of a stream: the id of a sample is its position."""
 
     epoch_size: int
 
@@ -314,7 +314,8 @@ class BatchPlan:
         return self.global_batch_size // (self.local_batch_size * self.num_ranks)
 
     def positions(self, *, consumed: int, micro_step: int, rank: int) -> Ids:
-        """Return the positions of one rank's micro-batch in the global batch after `consumed`."""
+        """Return the positions of one rank's micro-batch in the global batch that begins after
+        `consumed` samples."""
         number = micro_step * self.num_ranks + rank
         if self.is_connected:
             number = rank * self.accumulation_steps + micro_step
@@ -322,15 +323,14 @@ class BatchPlan:
         return np.arange(start, start + self.local_batch_size, dtype=np.int64)
 
     def of_ranks(self, positions: Ids, ranks: range) -> Ids:
-        """Select the positions that these neighboring ranks read. Without connected parts, select
-        all, because each shard has samples for each rank."""
+        """Select the positions that the neighboring ranks `ranks` read. If `is_connected` is False,
+        select all positions, because each shard has samples for each rank."""
         if not self.is_connected:
             return positions
         readers = positions % self.global_batch_size * self.num_ranks // self.global_batch_size
         return positions[(readers >= ranks.start) & (readers < ranks.stop)]
 
     def sequence(self, *, consumed: int, rank: int) -> Iterator[Ids]:
-        """Yield the positions of a rank's endless micro-batches."""
         for start in itertools.count(consumed, self.global_batch_size):
             for micro_step in range(self.accumulation_steps):
                 yield self.positions(consumed=start, micro_step=micro_step, rank=rank)

@@ -1,16 +1,15 @@
 """Random access to the samples of one split, or of several datasets one after the other.
 
-All shards are in one range of addresses, and all indices in another (`FileRange`). A batch of raw
-images is one gather over all shards. Tar members begin at multiples of 512 bytes, so the range is
-viewed as overlapping rows that begin at every block. Other images are decoded one by one, by the
-code that verified the dataset. Pixels are uint8 (B, H, W, 3).
+All shards are mapped into one range of addresses, and all indices into another (`FileRange`). A
+batch of raw images is one gather over all shards. Tar members begin at multiples of 512 bytes, so
+the range is viewed as overlapping rows that begin at every 512-byte block. Other images are decoded
+one by one, by the code that also verifies datasets. Pixels are uint8 (B, H, W, 3).
 
 Shards are opened at their first use. Local shards then stay mapped. A remote shard is unmapped when
-no thread reads it and it is not needed next. The store may also unmap it to make room for another
-reader.
+no thread reads it and no announced sample needs it, or when the store needs its space.
 
 Invariants: a shard stays mapped while a `reading` block with its number is open; a mapped file has
-the size of the manifest.
+the size in the manifest.
 
 The file is long because it covers the complete path from a sample's number to its pixels.
 """
@@ -46,7 +45,7 @@ from pretrain.data.order import Ids, hash64
 from pretrain.data.store import File, ShardStore, tar_of
 
 BLOCK = 512
-"""Size of a tar block. Members begin at multiples of it."""
+"""Size of a tar block in bytes. Members begin at multiples of this size."""
 _OFFSET, _LENGTH, _LABEL = range(3)
 
 _MAP_FIXED = 0x10  # Linux; Python's mmap has no name for it
@@ -93,7 +92,7 @@ class Places(NamedTuple):
 
 
 class ShardReader:
-    """Random access to the samples of its parts, numbered one part after the other."""
+    """Random access to the samples of all parts. Sample numbers continue from part to part."""
 
     def __init__(
         self,
@@ -114,7 +113,7 @@ class ShardReader:
         self._indices = FileRange([_index_size(*placed) for placed in self._placed])
         self._table = self._indices.content.view("<i8")
         self._table_starts = np.full(len(self._placed), -1, np.int64)
-        """Positions in `_table`; -1 until the index is mapped and checked."""
+        """Position of each shard's index in `_table`; -1 until the index is mapped and checked."""
         self._opening = threading.Lock()
         self._classes, self._classes_start = _class_numbers([part for part, _ in self._placed])
         self._is_raw = np.array(
@@ -124,12 +123,14 @@ class ShardReader:
             [part.manifest.crop == "full" for part, _ in self._placed], np.bool_
         )
         self.is_remote, self.decodes = self._shards.any_remote, not bool(self._is_raw.all())
-        """True if any shard is remote; True if any image must be decoded."""
+        """`is_remote`: True if any shard is remote. `decodes`: True if any image must be decoded.
+        """
         self._pictures = self._blockwise()
 
     @cached_property
     def labels(self) -> Ids:
-        """Labels of all samples, 8 bytes each. Training does not use them, to save memory."""
+        """Labels of all samples, 8 bytes each. Training does not read this property, to save
+        memory."""
         return self.locate(np.arange(self.num_samples)).labels
 
     def locate(self, ids: Ids) -> Places:
@@ -146,7 +147,6 @@ class ShardReader:
         return Places(ids, shards, self._shards.files.starts[shards] + offsets, lengths, labels)
 
     def shards_of(self, ids: Ids) -> Ids:
-        """Return the number of each sample's shard."""
         return np.searchsorted(self._starts, ids, side="right") - 1
 
     def images(self, ids: Ids) -> Tensor:
@@ -187,20 +187,19 @@ class ShardReader:
         return found
 
     def fetch_ahead(self, ids: Ids) -> None:
-        """Prefetch the remote shards of the next samples, in their order."""
         if self.is_remote:
             numbers = self.shards_of(ids)
             _, first = np.unique(numbers, return_index=True)
             self._shards.fetch_ahead(numbers[np.sort(first)].tolist())
 
     def stand_in(self, sample: int, attempt: int) -> int:
-        """Return another sample of the same shard, the same one in every run."""
+        """Return another sample of the same shard to replace a bad sample. The choice is the same
+        in every run."""
         number = int(self.shards_of(np.array([sample]))[0])
         start, end = self._starts[number : number + 2].tolist()
         return int(start + int(hash64(sample, attempt)) % (end - start))
 
     def names(self, ids: Ids) -> list[tuple[str, str]]:
-        """Return (shard, key) of the samples."""
         numbers = self.shards_of(ids).tolist()
         placed = {number: self._placed[number] for number in numbers}
         paths = {
@@ -251,7 +250,7 @@ class ShardReader:
                 self._table_starts[number] = int(self._indices.starts[number] + index.offset) // 8  # type: ignore[attr-defined]
 
     def _blockwise(self) -> Tensor:
-        """Return a view (blocks, 3 H W): the pixels after a PPM header at each block."""
+        """Return a view (blocks, 3 H W). Row i has the pixels after a PPM header at block i."""
         size = self.stored_size
         header, num_pixels = len(ppm_header(size, size)), 3 * size**2
         content = torch.frombuffer(self._shards.files.buffer, dtype=torch.uint8)
@@ -275,7 +274,6 @@ def open_split(
 def reading(
     parts: Sequence[Part], data: ReadingSettings, *, image_size: int | None = None
 ) -> Iterator[ShardReader]:
-    """Yield a reader with its own store."""
     reader = ShardReader(parts, image_size=image_size, store=open_store(data, parts))
     try:
         yield reader
@@ -285,7 +283,8 @@ def reading(
 
 
 def open_store(settings: ReadingSettings, parts: Sequence[Part]) -> ShardStore | None:
-    """Open the store of remote shards, if there are any. Ranks and runs share its directory."""
+    """Open the store of remote shards. Return None if all shards are local. Ranks and runs share
+    the store's directory."""
     if not any(shard.is_remote for part in parts for shard in part.content.shards):
         return None
     default = Path(tempfile.gettempdir()) / f"wide-mlps-shards-{os.getuid()}"
@@ -301,8 +300,8 @@ def open_store(settings: ReadingSettings, parts: Sequence[Part]) -> ShardStore |
 
 
 def _class_numbers(part_of_shards: Sequence[Part]) -> tuple[Ids | None, Ids]:
-    """Return the classes of all parts one after the other (None if all are unchanged), and the
-    position of each shard's classes."""
+    """Return the class numbers of all parts, concatenated (None if all are unchanged), and the
+    position of each shard's first class number."""
     parts = {id(part): part for part in part_of_shards}
     if all(part.classes is None for part in parts.values()):
         return None, np.zeros(len(part_of_shards), np.int64)
@@ -384,10 +383,10 @@ class MappedShards:
         if max_bytes is not None and num_bytes > max_bytes:
             raise UserError(
                 "data.cache_gb",
-                f"the next samples are in {len(remote):,} remote shards of {num_bytes / 1e9:.3g} GB"
-                f" together, but the cache has {max_bytes / 1e9:g} GB",
-                "raise data.cache_gb, or train with data.shuffle=block, which needs few shards at a"
-                " time (with smaller data.block_size and data.window_blocks)",
+                f"the next samples need {len(remote):,} shards ({num_bytes / 1e9:.3g} GB), but the"
+                f" cache has {max_bytes / 1e9:g} GB",
+                "raise data.cache_gb, or use data.shuffle=block with a smaller data.block_size and"
+                " data.window_blocks",
                 code="no-space",
             )
         self.release_idle(kept=frozenset(remote))
@@ -396,7 +395,7 @@ class MappedShards:
         )
 
     def close(self) -> None:
-        """Release all shards. Nothing may be read afterwards."""
+        """Release all shards. No thread may read afterwards."""
         with self._lock:
             self._release(list(self._held))
 
@@ -454,7 +453,8 @@ class MappedShards:
 
 
 class FileRange:
-    """Reserved range of addresses, with one slot for each file of at most the given size."""
+    """Reserved range of memory addresses, with one slot for each file. A file may be smaller than
+    its slot."""
 
     def __init__(self, sizes: Sequence[int]):
         page = mmap.ALLOCATIONGRANULARITY
@@ -501,7 +501,7 @@ def _map(address: int | None, num_bytes: int, access: int, kind: int, descriptor
         code = ctypes.get_errno()
         raise OSError(
             code,
-            f"{os.strerror(code)} (mapping {num_bytes:,} bytes; see ulimit -v and"
+            f"{os.strerror(code)} (cannot map {num_bytes:,} bytes; see ulimit -v and"
             " vm.max_map_count)",
         )
     return found

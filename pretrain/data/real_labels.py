@@ -1,7 +1,7 @@
 """ReaL labels of a split ("Are we done with ImageNet?"): all correct classes of an image.
 
-`data_prep` stores them as the annotation `real`, with a bit for each class of the dataset. Images
-without a correct class do not count. B batch, K classes of the dataset.
+`data_prep` stores these labels as the annotation `real`, with a bit for each class of the dataset.
+Images without a correct class do not count. Shapes: B batch, K classes of the dataset.
 """
 
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ NAME = "real"
 @dataclass(frozen=True)
 class RealLabels:
     bits: NDArray[np.bool_]
-    """True for each correct class: (samples of the split, K)."""
+    """True for each correct class. Shape: (samples of the split, K)."""
     column_of: Tensor
-    """Column of each class that a model can predict; -1 if the dataset has no such class."""
+    """Column of `bits` for each class that the model can predict; -1 if the dataset has no such
+    class."""
 
     @classmethod
     def of(cls, part: Part, *, num_answers: int, device: torch.device) -> "RealLabels | None":
-        """Load the labels, or return None if the split has no such annotation."""
         if NAME not in part.content.annotations:
             return None
         bits = load_annotation(part.directory, part.content, NAME)
@@ -35,7 +35,7 @@ class RealLabels:
         if bits.shape[1] != num_classes:
             raise DatasetError(
                 str(part.directory),
-                f"the annotation {NAME!r} has {bits.shape[1]:,} classes, but the dataset"
+                f"the annotation {NAME!r} has {bits.shape[1]:,} classes, but the dataset has"
                 f" {num_classes:,}",
                 "build the dataset again",
                 code="mismatch",
@@ -45,8 +45,8 @@ class RealLabels:
         return cls(bits, column_of.to(device))
 
     def count(self, answers_B: Tensor, samples: Ids, mask_B: Tensor) -> Tensor:
-        """Count the correct predictions, and the unmasked images that have a correct class. Both
-        numbers stay on the device."""
+        """Return two counts on the device: correct predictions, and unmasked images that have a
+        correct class."""
         bits_BK, columns_B = torch.from_numpy(self.bits[samples]), self.column_of[answers_B]
         if columns_B.is_cuda:
             bits_BK = bits_BK.pin_memory().to(columns_B.device, non_blocking=True)

@@ -1,8 +1,8 @@
 """`data.stage_dir`: copy the shards of a run to each node's own disk before training reads them.
 
-One rank of each node copies all files into a `ShardStore`. The other ranks wait, and then every
-rank holds the copies. Order and content of the training are the same. If a node cannot stage the
-data, its ranks read in place and print a warning with the reason.
+One rank of each node copies all files into a `ShardStore`. The other ranks wait. Then every rank
+locks the copies against removal. Order and content of the training are the same. If a node cannot
+stage the data, its ranks read the original files, and a warning gives the reason.
 """
 
 import os
@@ -31,8 +31,8 @@ LOOK_S = 0.5
 def stage_data(
     data: TrainingData, *, world: World, device: torch.device, stop: StopFlag
 ) -> TrainingData:
-    """Return the data with its copies on this node. All ranks call this. The copies exist as long
-    as the result."""
+    """Copy the shards to this node, and return the data with the paths of the copies. All ranks
+    call this. The copies are kept as long as the returned object exists."""
     if data.settings.stage_dir is None:
         return data
     files, directory = files_to_stage(data, world), Path(data.settings.stage_dir)
@@ -44,12 +44,12 @@ def stage_data(
             if world.local_rank == 0:
                 _copy(store, files, stop)
             return store
-        except StoppedError:  # training checks the stop flag
+        except StoppedError:  # the training loop handles the stop flag
             pass
         except (StoreError, OSError) as error:
             if world.local_rank == 0:
                 warning = f"WARNING: data.stage_dir on {platform.node()}: {error}"
-                print(f"{warning} Training reads the data in place.", file=sys.stderr, flush=True)
+                print(f"{warning} Training reads the original files.", file=sys.stderr, flush=True)
         return None
 
     PROGRESS.mark("staging the data")
@@ -64,7 +64,7 @@ def stage_data(
 
 def files_to_stage(data: TrainingData, world: World) -> list[File]:
     """Return the files that this node reads: all indices, the local shards that its ranks train on,
-    and the local shards of the evaluation. Remote shards have their own store."""
+    and the local shards of the evaluation. Remote shards have their own cache."""
     evaluated, files = data.eval_part(), dict[str, File]()
     tars = list(data.shards_of(world.node_ranks, num_ranks=world.num_ranks))
     if evaluated is not None:

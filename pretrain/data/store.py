@@ -3,29 +3,29 @@
 Remote shards are fetched when they are needed, within `data.cache_gb` (`data.cache_dir`). Files to
 stage are all fetched before training begins (`data.stage_dir`, staging.py).
 
-    DIR/                 mode 0700, ours
-      .locks             one byte for each file, at an offset from its hash; nothing is written
-      SHA256.tar         a complete, verified copy of a shard; SHA256.npy: of an index
-      SHA256.tar.part    a download, which has its full size from the start
+    DIR/                 mode 0700, owned by the user
+      .locks             lock file: each shard has a byte, at an offset from its hash
+      SHA256.tar         complete, verified copy of a shard (SHA256.npy: of an index)
+      SHA256.tar.part    incomplete download, with its full size from the start
 
-All locks are open-file-description locks on bytes of `.locks`. A lock ends with its process, and it
-also excludes other threads of the same process. `hold` reads a file in these steps:
+All locks are open-file-description locks on bytes of `.locks`. A lock ends with its process, and
+also excludes other threads of the same process. `hold` fetches and locks a file in these steps:
 
-1. Lock the file's byte shared. If the copy is complete, keep the lock until `release`.
-2. Otherwise lock the byte exclusively. If another thread or process has it, wait and repeat 1.
-3. Lock the room's byte. Remove the least recently used files whose bytes can be locked, until the
-   new file fits. If it cannot fit, remove nothing, release one file of read-ahead and all idle
-   files of this process, wait, and repeat 1. Create the .part in its full size. Unlock the room.
-4. Fetch into the .part, check the hash, fsync, rename it with the room's lock, and turn the
-   exclusive lock into a shared one.
+1. Take a shared lock on the file's byte. If the copy is complete, keep the lock until `release`.
+2. Otherwise take an exclusive lock on the byte. If it is taken, wait and repeat step 1.
+3. Take the space lock (another byte). Remove the least recently used files whose bytes can be
+   locked, until the new file fits. If it cannot fit, remove nothing, release one prefetched file
+   and all idle files of this process, wait, and repeat step 1. Create the .part file.
+4. Fetch into the .part file, check the hash, fsync, rename the file under the space lock, and turn
+   the exclusive lock into a shared lock.
 
-Read-ahead takes the same steps for the announced files, in their order. It holds them until a
-reader holds them or the next list is announced. It pauses while `hold` waits for room.
+Read-ahead threads take the same steps for a list of files, in order. They hold each file until a
+reader holds it or a new list arrives. They pause while `hold` waits for space.
 
 Invariants:
 
 - A file has its final name only if its hash was correct.
-- The sizes of all files stay within the bound.
+- The total size of all files stays within `max_bytes`.
 - A held file is not removed; a mapped file stays readable after its removal.
 - The mtime of a copy is its last use.
 """
@@ -57,14 +57,15 @@ from data_prep.publish import sync
 from data_prep.remote import ContentError, RemoteError, StoppedError, fetch, shown, tried
 
 NUM_ATTEMPTS, SILENCE_S = 8, 30.0
-"""Attempts to fetch a shard, and seconds of silence after which a server has failed."""
+"""Number of attempts to fetch a shard, and seconds without data after which an attempt fails."""
 WAIT_S = 300.0
-"""Longest wait for free space, in seconds. It is shorter than engine.timeout_s, whose message is
-vaguer."""
+"""Longest wait for free space, in seconds. It is shorter than engine.timeout_s, because the message
+of that timeout is less specific."""
 LOOK_S, WARN_AGAIN_S = 0.05, 30.0
 NUM_THREADS, PIECE_BYTES = 4, 4 << 20
 SPARED_FRACTION, SPARED_BYTES, MOST_SPARED_FRACTION = 0.01, 5e9, 0.1
-"""Disk space that staging never uses: the larger of the first two, but at most the third."""
+"""Disk space that staging never uses: 1 % of the disk, or 5 GB (at most 10 % of the disk) if that
+is more."""
 _NAME = re.compile(r"[0-9a-f]{64}\.(tar|npy)(\.part)?")
 _LOCK_REQUEST = "hhqqi4x"
 """`struct flock` of 64-bit Linux: type, whence, start, length, pid."""
@@ -82,7 +83,7 @@ class File(NamedTuple):
     source: str
     """URL or path."""
     name: str
-    """Name of the copy, from the content hash. Datasets with equal content share copies."""
+    """Name of the copy, from the content hash. Shards with equal content share a copy."""
     num_bytes: int
     sha256: str
 
@@ -93,14 +94,14 @@ def tar_of(shard: Shard, directory: Path) -> File:
 
 
 class Reader(Protocol):
-    """User of the store that holds files."""
+    """Object that holds files of the store, for example `MappedShards`."""
 
     def release_idle(self) -> None:
         """Release the held files that are not in use now."""
 
 
 class ShardStore:
-    """Copies in one directory, for all threads of one process."""
+    """Verified copies in one directory, for all threads of one process."""
 
     def __init__(
         self,
@@ -111,8 +112,9 @@ class ShardStore:
         storage: dict[str, Any],
         hosts: Collection[str] = (),
     ):
-        """`setting`: name of the directory in messages. `max_bytes` None: the copies may fill the
-        disk up to the spared space. Only `hosts` receive `storage`."""
+        """`setting`: name of the setting for the directory, used in messages. `max_bytes`: limit
+        for all copies; None: the free disk space minus the spared space. Only `hosts` receive
+        `storage`."""
         self.path, self.setting, self.max_bytes = path, setting, max_bytes
         self.readers = weakref.WeakSet[Reader]()
         """Readers of this store. Training and evaluation share it, and each keeps files until the
@@ -121,18 +123,19 @@ class ShardStore:
         self._stop, self._lock = threading.Event(), threading.RLock()
         self._held, self._paused_until_s = Counter[str](), 0.0
         self._ahead, self._pending = list[File](), deque[File]()
-        """Files that read-ahead holds, and files that it has yet to fetch."""
+        """Files that the read-ahead threads hold, and files that they have yet to fetch."""
         self._threads = list[threading.Thread]()
         self._warned_s = -WARN_AGAIN_S
         self.num_written = 0
-        """Bytes that this process has written, as progress."""
+        """Number of bytes that this process has written, to show progress."""
         with self._disk_errors():
             _make_private(path, setting)
             self._locks = self._open_locks()
         weakref.finalize(self, self._locks.close)
 
     def hold(self, file: File, *, waits_for_room: bool = True) -> Path:
-        """Return the path of the verified copy. No process removes the copy until `release`."""
+        """Fetch the file if necessary, and return the path of the verified copy. No process removes
+        the copy until `release`."""
         self._check(file)
         until_s = time.monotonic() + WAIT_S
         while not self._share(file):
@@ -155,7 +158,7 @@ class ShardStore:
         return self.path / file.name
 
     def hold_present(self, files: Sequence[File]) -> bool:
-        """Hold the files if all copies are complete."""
+        """Hold all files and return True, but only if all copies are complete."""
         for count, file in enumerate(files):
             self._check(file)
             if not self._share(file):
@@ -175,8 +178,8 @@ class ShardStore:
                     _lock(self._locks, file.name, fcntl.F_UNLCK)
 
     def fetch_ahead(self, files: Sequence[File]) -> None:
-        """Prefetch the files in this order, in the background, while there is space. This list
-        replaces an earlier one."""
+        """Prefetch the files in this order, in the background, while there is space. The list
+        replaces the previous list."""
         with self._lock:
             if self._stop.is_set():
                 raise StoppedError
@@ -202,7 +205,7 @@ class ShardStore:
             self._make_room(files, locks)
 
     def _share(self, file: File) -> bool:
-        """Hold the file if its copy is complete."""
+        """Hold the file if its copy is complete. Otherwise return False."""
         with self._lock:
             is_held = self._held[file.name] or (
                 self._is_complete(file) and _lock(self._locks, file.name, fcntl.F_RDLCK)
@@ -251,8 +254,8 @@ class ShardStore:
             return self._share(file)
 
     def _make_room(self, files: Sequence[File], locks: FileIO) -> None:
-        """Make room. The caller has the room's lock. `locks` also gets the locks of removed
-        files."""
+        """Remove unused files until `files` fit. The caller holds the space lock. `locks` also
+        takes the locks of removed files."""
         entries = {
             item.name: item.stat(follow_symlinks=False)
             for item in os.scandir(self.path)
@@ -278,8 +281,8 @@ class ShardStore:
             fix = f"free disk space, or choose another {self.setting}"
             raise NoRoomError(
                 str(self.path),
-                f"{source} ({num_bytes / 1e9:,.3g} GB) do not fit: {missing / 1e9:,.3g} GB are"
-                " missing, even without all unused files",
+                f"{source} ({num_bytes / 1e9:,.3g} GB) cannot be stored: {missing / 1e9:,.3g} GB"
+                " are missing, even after removal of all unused files",
                 fix if self.max_bytes is None else "raise data.cache_gb",
                 code="no-space",
             )
@@ -309,12 +312,12 @@ class ShardStore:
             ) from None
 
     def _fill(self, file: File, content: FileIO) -> None:
-        """Make one attempt to write the file's bytes, and check them."""
+        """Try once to write the file, and check its size and hash."""
 
         def write(data: bytes | memoryview) -> None:
             view = memoryview(data)
             if content.tell() + len(view) > file.num_bytes:
-                raise ContentError(f"it has more than the manifest's {file.num_bytes:,} bytes")
+                raise ContentError(f"it has more bytes than the manifest's {file.num_bytes:,}")
             self.num_written += len(view)
             with self._disk_errors():
                 while view:
@@ -338,7 +341,7 @@ class ShardStore:
             raise ContentError(f"it has {num_bytes}")
         content.seek(0)
         if (sha256 := hashlib.file_digest(content, "sha256").hexdigest()) != file.sha256:
-            raise ContentError(f"it has sha256 {sha256} instead of the manifest's {file.sha256}")
+            raise ContentError(f"it has sha256 {sha256}, not the manifest's {file.sha256}")
 
     def _pieces(self, source: Path) -> Iterator[memoryview]:
         piece = memoryview(bytearray(PIECE_BYTES))
@@ -354,7 +357,6 @@ class ShardStore:
             raise StoreError(str(source), problem, fix, code="unreadable") from None
 
     def _read_ahead(self) -> None:
-        """Hold the files of the newest read-ahead list."""
         while not self._stop.is_set():
             with self._lock:
                 if not (pending := self._pending):
@@ -392,7 +394,7 @@ class ShardStore:
                 self._pending.appendleft(file)
 
     def _check(self, file: File) -> None:
-        """Check that a name in the manifest does not lead out of the directory."""
+        """Raise an error if the name may lead out of the directory, or the cache is too small."""
         if not _NAME.fullmatch(file.name):
             raise DatasetError(
                 shown(file.source),
@@ -403,21 +405,20 @@ class ShardStore:
         if self.max_bytes is not None and file.num_bytes > self.max_bytes:
             raise StoreError(
                 "data.cache_gb",
-                f"{shown(file.source)} has {file.num_bytes / 1e9:,.3f} GB, and the cache only"
+                f"{shown(file.source)} has {file.num_bytes / 1e9:,.3f} GB, but the cache has only"
                 f" {self.max_bytes / 1e9:,.3f} GB",
                 "raise data.cache_gb",
                 code="no-space",
             )
 
     def _warn(self, problem: str) -> None:
-        """Print a server's problem once for all threads."""
         if time.monotonic() - self._warned_s >= WARN_AGAIN_S:
             self._warned_s = time.monotonic()
             print(f"waiting for {problem}", file=sys.stderr, flush=True)
 
     @contextmanager
     def _room(self) -> Iterator[FileIO]:
-        """Hold the room's lock, which excludes all threads that count, reserve, rename or remove
+        """Hold the space lock, which excludes all threads that count, reserve, rename or remove
         files."""
         with self._open_locks() as locks:
             _lock(locks, None, fcntl.F_WRLCK)
@@ -445,8 +446,8 @@ class ShardStore:
 
 
 def _lock(locks: FileIO, name: str | None, kind: int) -> bool:
-    """Lock the byte of this name in the open lock file. Return False if another open file holds its
-    lock. Without a name, wait for the byte of the room."""
+    """Lock or unlock the byte of a file name in the open lock file. Return False if another open
+    file holds the lock. Without a name, wait for the space lock."""
     place = 1 << 61 if name is None else int(name[:15], 16)
     request = struct.pack(_LOCK_REQUEST, kind, os.SEEK_SET, place, 1, 0)
     try:
@@ -473,7 +474,7 @@ def _make_private(path: Path, setting: str) -> None:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or writable:
         raise StoreError(
             str(path),
-            "this is not a directory that belongs to you and that only you can write to",
+            "it must be a directory that belongs to you and that no other user can write to",
             f"choose a directory of your own as {setting}",
             code="unsafe",
         )

@@ -1,18 +1,18 @@
 """`data.stream`: train on shards in their order of arrival, without an index.
 
 webdataset opens the shards, groups members into samples, shuffles the samples in a buffer and
-decodes labels. Each pass deals the shards out again, to all ranks and to the few shards that a rank
-reads at the same time. A rank begins its next pass when its shards end, so all ranks have the same
-number of steps. The samples are a function of (list, seed, ranks, first position). A resumed run
-begins a new pass.
+decodes labels. Each pass distributes the shards again over all ranks and their parallel readers. A
+rank begins its next pass when its shards end, so all ranks have the same number of steps. The
+samples depend only on the shard list, seed, ranks and first position. A resumed run begins a new
+pass.
 
-Threads read, not the worker processes of a DataLoader. Workers would keep `pipe:` commands alive
-after the end, hide one-line errors, and fork a process that uses CUDA.
+The readers are threads, not worker processes of a DataLoader. Workers would keep `pipe:` commands
+alive after the end, hide one-line errors, and fork a process that uses CUDA.
 
 A batch is made in these steps:
 
-1. One thread for each open shard gathers samples. A shard that breaks is opened again, and its
-   earlier samples are skipped.
+1. One thread for each open shard gathers samples. After a read error, the thread opens the shard
+   again and skips earlier samples.
 2. The samples of the open shards alternate, and pass through webdataset's shuffle buffer.
 3. Threads of the loader decode chunks of samples, in order.
 4. One thread (the taker) copies decoded samples into batches. It logs, counts and skips unusable
@@ -67,13 +67,14 @@ from pretrain.ranks.world import World
 
 T = TypeVar("T")
 NUM_OPEN = 4
-"""Shards that a rank reads at the same time; one shard without shuffle."""
+"""Number of shards that a rank reads at the same time. Without shuffle, the number is 1."""
 CHUNK, CHUNKS_AHEAD = 16, 4
-"""Samples of a chunk, the unit that threads pass on, and chunks to read ahead from each shard."""
+"""Number of samples in a chunk (the unit that threads pass on), and number of chunks read ahead
+from each open shard."""
 NUM_NAMED = 1 << 16
 """Number of recent positions whose shard and key are kept, for the log of skipped steps."""
 MOST_IN_A_ROW = 1000
-"""Unusable samples in a row after which a rank fails."""
+"""Number of consecutive unusable samples after which a rank fails."""
 _DRAINED_BYTES, _LAST_WORDS_S = 1 << 20, 1.0
 _BUFFER_BYTES = 1 << 18
 _GZIP = b"\x1f\x8b"
@@ -95,7 +96,7 @@ class Decoded(NamedTuple):
 
 
 class Stream:
-    """The samples that one rank reads. The position of a sample identifies it."""
+    """Samples of a stream that one rank reads. The id of a sample is its position in training."""
 
     def __init__(self, data: StreamData, *, seed: int, world: World, log: Path | None = None):
         self.num_samples, self.stored_size = data.num_samples, data.image_size
@@ -128,7 +129,7 @@ class Stream:
     # ---- from the list of shards to samples
 
     def samples(self, *, consumed: int) -> Generator[Sample]:
-        """Yield samples without end, from this position on."""
+        """Yield samples without end, for a training that continues after `consumed` samples."""
         import webdataset  # type: ignore[import-untyped]
 
         is_shuffled, count = self._settings.shuffle != "none", len(self._data.urls)
@@ -161,7 +162,7 @@ class Stream:
             yield from _in_order(chunks, num_ahead=CHUNKS_AHEAD)
 
     def shards(self, lane: int, num_open: int, *, consumed: int) -> Iterator[str]:
-        """Yield, without end, the shards of one of the `num_open` parallel readers."""
+        """Yield the shards of parallel reader `lane` (of `num_open` readers), without end."""
         urls, first = self._data.urls, self._world.rank + self._world.num_ranks * lane
         for number in itertools.count():
             order = np.arange(len(urls))
@@ -187,7 +188,8 @@ class Stream:
                 )
 
     def _samples_of(self, url: str) -> Iterator[Sample]:
-        """Yield the samples of a shard. If it breaks, open it again and skip earlier samples."""
+        """Yield the samples of a shard. After an error, open the shard again and skip earlier
+        samples."""
         source: Iterator[Sample] | None = None
         num_given = 0
 
@@ -224,7 +226,7 @@ class Stream:
                         name: data for name, data in group.items() if isinstance(data, bytes)
                     }
                     used = [name for name in members if name == label or self._is_image(name)]
-                    if len(used) < 2:  # the message names the other members
+                    if len(used) < 2:  # the error message lists all members
                         used = list(members)
                     kept = {name: members[name] for name in used}
                     yield Sample(shard, group["__key__"], kept)
@@ -236,7 +238,7 @@ class Stream:
     def _stream(self, url: str) -> Iterator[IO[bytes]]:
         scheme, storage = urlsplit(url).scheme, self._settings.storage
         if scheme in STORES or (scheme in ("http", "https") and storage):
-            whole = {"block_size": 0} if scheme not in STORES else {}  # web servers without ranges
+            whole = {"block_size": 0} if scheme not in STORES else {}  # without range requests
             with closing(client(url, storage).open(url, "rb", **whole)) as file:
                 yield file
             return
@@ -258,7 +260,7 @@ class Stream:
     def _command(self, pipe: Any) -> Iterator[IO[bytes]]:
         """Yield the output of a `pipe:` command, and check its exit status.
 
-        webdataset's own checks would show the command with its secrets.
+        webdataset's own check would print the command with its secrets.
         """
         status = None
         self._commands.add(pipe)
@@ -268,7 +270,7 @@ class Stream:
                 pass  # an early close of the pipe would end the command with an error
             status = pipe.proc.wait()
         except OSError:
-            with suppress(subprocess.TimeoutExpired):  # may be the effect of a cut output
+            with suppress(subprocess.TimeoutExpired):  # a failed command may have caused the error
                 status = pipe.proc.wait(timeout=_LAST_WORDS_S)
             if not status:
                 raise
@@ -343,7 +345,6 @@ class Stream:
 
 
 def _in_order(jobs: Iterator[Future[list[T]]], *, num_ahead: int) -> Generator[T]:
-    """Yield the items of all jobs in order, with `num_ahead` jobs in progress."""
     submitted = deque(itertools.islice(jobs, num_ahead))
     while submitted:
         yield from submitted.popleft().result()
@@ -351,8 +352,8 @@ def _in_order(jobs: Iterator[Future[list[T]]], *, num_ahead: int) -> Generator[T
 
 
 def _members(shard: str, stream: IO[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the regular files of a tar or tar.gz, up to its end mark, in the form that webdataset
-    groups."""
+    """Yield the regular files of a tar or tar.gz as dictionaries for webdataset's `group_by_keys`.
+    Stop at the end mark of the tar."""
     position = 0
     content: Any = io.BufferedReader(_Raw(stream), _BUFFER_BYTES)
     if content.peek(len(_GZIP)).startswith(_GZIP):
@@ -389,8 +390,8 @@ class _Raw(io.RawIOBase):
 
 
 def _end(command: "subprocess.Popen[bytes]") -> None:
-    """Kill the command and all its child processes: members of a pipeline outlive their shell, and
-    keep its output open."""
+    """Kill the command and all its child processes, because the processes of a pipeline outlive
+    their shell and keep its output open."""
     with suppress(psutil.Error, ProcessLookupError):
         command.send_signal(signal.SIGSTOP)  # stops new children
         for each in psutil.Process(command.pid).children(recursive=True):
@@ -404,7 +405,6 @@ def _listed(sample: Sample) -> str:
 
 
 def _label_hint(sample: Sample) -> str:
-    """Suggest a value of data.label for this sample."""
     with suppress(ValueError):
         tree = json.loads(sample.members.get("json", b"{}"))
         if keys := [key for key, value in tree.items() if isinstance(value, int | str)]:
@@ -454,7 +454,8 @@ class StreamBatches(Generic[T]):
         self._samples.close()
 
     def _take(self) -> Future[T]:
-        """Take a batch. Only the taker thread calls this, so samples stay in order."""
+        """Fill a batch and submit it to `finish`. Only the taker thread calls this, so samples stay
+        in order."""
         positions, num_bad = next(self._positions), 0
         images = self._buffers.pictures(len(positions), self._stream.stored_size, pin=self._pin)
         images_BHWC, labels = images.numpy(), list[int]()
@@ -516,7 +517,8 @@ def batches_of(
     waits: Waits[T] = Future.result,
     **how: Any,
 ) -> BatchSource[T]:
-    """Return the batches of either reader. For the arguments see `training_batches`."""
+    """Return the batches of a `Stream` or a `ShardReader`. For the arguments see
+    `training_batches`."""
     if isinstance(reader, Stream):
         return StreamBatches(reader, plan, waits=waits, **how)
     return training_batches(

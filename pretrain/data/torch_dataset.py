@@ -1,22 +1,22 @@
-"""A split of a dataset for other training loops: `Shards` has samples by number, `ShardBatches`
+"""A split of a dataset for other training loops: `Shards` returns samples by number, `ShardBatches`
 iterates batches, `ShardLoader` adds worker processes.
 
 Images are uint8 (3, H, W) squares without augmentation. The label of an unlabeled image is -1.
 
-A `ShardBatches` follows the line of training in order.py. Global batch i has positions [i B, (i +
-1) B) for any number of ranks and workers. Its state has two numbers:
+`ShardBatches` uses the sample order of training (order.py). Global batch i has positions [i B, (i +
+1) B) for any number of ranks and workers. The state is the two numbers `epoch` and `samples`:
 
-1. `epoch` counts passes. A shuffled pass has N // B full batches of N samples, and the next pass
+1. `epoch` counts passes. A shuffled pass over N samples has N // B full batches, and the next pass
    begins with the remaining samples. A pass without shuffling has every sample once.
 2. `samples` counts the samples that all ranks have consumed. The next batch begins at this
    position.
-3. Rank r of R takes slice r of R nearly equal slices of each batch.
-4. Worker w of W takes batches w, w + W, ... from `samples` on, because a DataLoader takes batches
-   from its workers in turn. In a worker, `samples` is the begin of its next round of W batches.
-5. Workers have copies of the dataset and must be told the next pass. `ShardLoader` counts batches
-   and passes itself. A worker of torchdata's StatefulDataLoader that ends a pass writes the next
-   epoch to shared memory. All its workers read it before the first of them begins. Workers of a
-   plain DataLoader fail, because they would repeat the first pass.
+3. Each batch has R nearly equal slices for R ranks.
+4. Worker w of W takes batches w, w + W, ... after `samples`, because a DataLoader takes batches
+   from its workers in turn. In a worker, `samples` is the start of its next W batches.
+5. Each worker has a copy of the dataset and does not see when a pass ends. `ShardLoader` counts
+   batches and passes for its workers. In torchdata's StatefulDataLoader, a worker that ends a pass
+   writes the next epoch to shared memory. All workers read this epoch before the next pass.
+   Workers of a plain DataLoader fail, because they would repeat the first pass.
 """
 
 import math
@@ -44,7 +44,7 @@ Transform = Callable[[Tensor], Any]
 
 
 class Shards(Dataset[tuple[Any, int]]):
-    """`shards[7]` is (image, label). Each worker of a DataLoader reads a batch at once."""
+    """`shards[7]` is (image, label). A DataLoader's worker reads all samples of a batch at once."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Shards(Dataset[tuple[Any, int]]):
         image_size: int | None = None,
         transform: Transform | None = None,
     ):
-        """`image_size` is for datasets that keep the images' own sizes."""
+        """`image_size`: side of the images, for datasets that keep the images' own sizes."""
         self.settings = ReadingSettings(dataset=str(dataset))
         manifest = load_manifest(self.settings.directory)
         self.classes, self.num_samples = (
@@ -91,13 +91,12 @@ class Shards(Dataset[tuple[Any, int]]):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickle, without the mapped shards."""
         return self.__dict__ | {"_reader": None}
 
 
 class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
-    """This rank's slices of the global batches: (images, labels), read and decoded by threads. Each
-    pass is the next epoch. The class is stateful as torchdata defines it."""
+    """This rank's slices (images, labels) of the global batches, read and decoded by threads. Each
+    pass is the next epoch. torchdata can save and load the state."""
 
     def __init__(
         self,
@@ -110,8 +109,8 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         image_size: int | None = None,
         ranks: tuple[int, int] | None = None,
     ):
-        """`batch_size`: samples of all ranks. `ranks`: (rank, number of ranks); None: from
-        torch.distributed, or from torchrun's variables."""
+        """`batch_size`: number of samples in a batch of all ranks. `ranks`: (rank, number of
+        ranks); None: from torch.distributed, or from torchrun's environment variables."""
         self.shards = Shards(dataset, split, image_size=image_size)
         self.batch_size, self.shuffle, self._ranks = batch_size, shuffle, ranks
         manifest = self.shards.part.manifest
@@ -128,16 +127,14 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         self._shared_epoch = torch.zeros(1, dtype=torch.int64)
         self._shared_epoch.share_memory_()  # type: ignore[no-untyped-call]
         self.is_followed = False
-        """True in the workers of a loader that tells them the next pass."""
+        """True in the workers of a loader that tells its workers which pass comes next."""
 
     def __len__(self) -> int:
-        """Return the number of batches in a pass."""
         if self.shuffle:
             return max(1, len(self.shards) // self.batch_size)
         return math.ceil(len(self.shards) / self.batch_size)
 
     def ranks(self) -> tuple[int, int]:
-        """Return (rank, number of ranks)."""
         if self._ranks is not None:
             return self._ranks
         if distributed.is_available() and distributed.is_initialized():
@@ -147,7 +144,7 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         return 0, 1
 
     def state_dict(self) -> dict[str, Any]:
-        self.is_followed = get_worker_info() is not None  # torchdata asks before the first batch
+        self.is_followed = get_worker_info() is not None  # torchdata: before the first batch
         return self._identity | {"epoch": self.epoch, "samples": self.samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -168,12 +165,12 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         self._shared_epoch[0] = epoch
 
     def end_of(self, num_batches: int) -> int:
-        """Return the position after the next batches of this pass."""
+        """Return the position after the next `num_batches` batches of this pass."""
         return min(self.samples + num_batches * self.batch_size, self._begin_of(self.epoch + 1))
 
     def enter_pass(self) -> None:
-        """Begin the next pass if this one has no batch left. Trainers that count batches do not
-        read to its end."""
+        """Begin the next pass if the current pass has no batch left. Training loops that count
+        batches do not read to the end of a pass."""
         if self.samples == self.end_of(1):
             self.begin_next_pass()
 
@@ -181,7 +178,6 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         self.go_to(self.epoch + 1, self._begin_of(self.epoch + 1))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the remaining batches of the pass."""
         if get_worker_info() is None:
             self.enter_pass()
         elif self._shared_epoch > self.epoch and not self.is_followed:
@@ -217,7 +213,8 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         self.begin_next_pass()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickle with the rank, because a spawned worker cannot find it."""
+        """Return the state for pickle with the rank, because a spawned worker cannot determine its
+        rank."""
         return self.__dict__ | {"_ranks": self.ranks()}
 
     def _begin_of(self, epoch: int) -> int:
@@ -238,7 +235,7 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
 
 class ShardLoader(DataLoader[Any]):
     """A DataLoader of `ShardBatches`. Its state counts the batches that the training loop has
-    received, so another number of workers can continue."""
+    received, so training can resume with another number of workers."""
 
     dataset: ShardBatches
 
@@ -251,7 +248,7 @@ class ShardLoader(DataLoader[Any]):
         pin_memory: bool = False,
         multiprocessing_context: str | None = None,
     ):
-        """`collate_fn`: function that changes a complete batch, in the workers."""
+        """`collate_fn`: function that the workers apply to each complete batch."""
         super().__init__(
             batches,
             batch_size=None,

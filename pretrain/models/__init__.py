@@ -1,2 +1,2 @@
-"""Models. `spec` validates their settings without torch; `build` makes them. Each family has one
-file."""
+"""Models: `spec` validates settings without torch, and `build` makes the modules. Each model family
+has one file."""

@@ -33,8 +33,8 @@ def build(
     seed: int | None = None,
     **changes: Any,
 ) -> ImageModel:
-    """Build a named model of the papers. Further arguments replace its fields. The default image
-    size and classes are the paper's."""
+    """Build a named model of the papers. `changes` replace fields of its spec. Image size and
+    classes default to the paper's."""
     return build_model(
         spec_of(name, **changes),
         num_classes=preset(name).num_classes if num_classes is None else num_classes,

@@ -1,15 +1,15 @@
 """Cost of a model: parameters, MACs, effective width and connections per layer.
 
-Formulas on the spec need no torch, so `pretrain models` and `pretrain estimate` print at once. The
-costs of timm's models are known at the paper's sizes, and counted by torch at other sizes.
+The formulas need no torch, so `pretrain models` and `pretrain estimate` print at once. The costs of
+timm's models are constants at the paper's image sizes; torch counts the costs at other sizes.
 
-Letters are the Mixer paper's: S tokens, C channels, m = S C. gamma is the hidden width of a mixing
-as a multiple of its input (1 for an S-Mixer, which has no hidden layer). p is the density of a
-SW-MLP.
+The letters are from the Mixer paper: S tokens, C channels, m = S C. gamma is the hidden width of a
+mixing layer as a multiple of its input width (1 for an S-Mixer, which has no hidden layer). p is
+the density of a SW-MLP.
 
-A mixing layer is a sparse m x gamma m matrix. Across tokens it has C copies of a gamma S x S
-matrix, across channels S copies of a gamma C x C matrix. Omega is the mean of both numbers of
-entries. The calculators return the integer nearest to the real solution, as the paper does.
+A mixing layer is a sparse m x gamma m matrix. For token mixing, the matrix has C copies of a gamma
+S x S matrix. For channel mixing, it has S copies of a gamma C x C matrix. Omega is the mean number
+of entries of both matrices. Computed sizes are rounded to the nearest integer, as in the paper.
 """
 
 import math
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one image's forward pass. Matrix products, convolutions and attention count, as in
-    torch's FlopCounterMode."""
+    """Cost of one image's forward pass. Only matrix products, convolutions and attention are
+    counted, as in torch's FlopCounterMode."""
 
     num_parameters: int = 0
     multiply_adds: int = 0
-    """Number of MACs: a multiplication and an addition each. Papers call them "FLOPs"."""
+    """Number of MACs. A MAC is one multiplication and one addition. Papers call it a "FLOP"."""
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(
@@ -57,12 +57,12 @@ TIMM_COSTS = {
     "resnet18_32": (32, Cost(11_168_832, 555_417_600), 512),
     "vit_b_4": (64, Cost(85_291_776, 23_055_058_944), 768),
 }
-"""Values by name: image size in *Scaling MLPs*, cost without the head at this size, number of
-features."""
+"""Image size in the paper, cost without the head at this size, and number of features, by model
+name."""
 
 
 def cost_of(spec: AnySpec, *, num_classes: int, image_size: int) -> Cost:
-    """Return the cost, or zeros for a model that the papers do not use."""
+    """Return the cost. For other timm models and for `model.import`, all numbers are 0."""
     if isinstance(spec, TimmModelSpec | ImportSpec):
         return Cost()
     stem, blocks, num_features = _parts(spec, image_size=image_size)
@@ -70,18 +70,16 @@ def cost_of(spec: AnySpec, *, num_classes: int, image_size: int) -> Cost:
 
 
 def num_block_parameters(spec: AnySpec, *, image_size: int) -> int:
-    """Count the parameters without stem and head, whose sizes depend on the task."""
     return _parts(spec, image_size=image_size)[1].num_parameters
 
 
 def num_features_of(spec: AnySpec, *, image_size: int) -> int:
-    """Return the number of features that the classifier receives."""
     return _parts(spec, image_size=image_size)[2]
 
 
 def _parts(spec: AnySpec, *, image_size: int) -> tuple[Cost, Cost, int]:
-    """Return the costs of stem and blocks, and the number of features. All of a timm or structured
-    model counts as blocks."""
+    """Return the costs of stem and blocks, and the number of features. A timm or structured model
+    counts completely as blocks."""
     spec.check(image_size=image_size)
     match spec:
         case MlpSpec():
@@ -106,7 +104,7 @@ def _parts(spec: AnySpec, *, image_size: int) -> tuple[Cost, Cost, int]:
         case TimmModelSpec():
             return Cost(), Cost(), spec.num_features
         case ImportSpec():
-            return Cost(), Cost(), 0  # only its weights tell
+            return Cost(), Cost(), 0  # unknown without its weights
 
 
 def forward_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:
@@ -115,9 +113,9 @@ def forward_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:
 
 
 def training_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:
-    """Return the operations of one image's forward and backward pass. The backward pass costs twice
-    the forward pass, without the gradient of the image. (Structured and timm models include this
-    small gradient.)"""
+    """Return the floating-point operations of one image's forward and backward pass. The backward
+    pass costs twice the forward pass, minus the gradient of the image. (For structured and timm
+    models, this small gradient is included.)"""
     match spec:
         case MlpSpec():
             first = spec.width
@@ -183,8 +181,8 @@ def _mixer(spec: MixerSpec, *, image_size: int) -> tuple[Cost, Cost]:
 
 
 def _sparse_mlp(spec: SparseMlpSpec, *, image_size: int) -> tuple[Cost, Cost]:
-    """Return the cost for the expected connections of sparse layers. The layer from S0 C to m
-    entries belongs to the stem."""
+    """Return the costs of stem and blocks, with the expected number of connections. The layer from
+    S0 C to m entries belongs to the stem."""
 
     def sparse(num_inputs: int, num_outputs: int) -> Cost:
         size = num_inputs * num_outputs
@@ -230,7 +228,6 @@ def _structured(spec: StructuredMlpSpec, *, image_size: int) -> Cost:
 
 
 def count_cost(spec: TimmSpec, *, image_size: int) -> Cost:
-    """Count the cost of a model without its head, with torch."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -243,8 +240,8 @@ def count_cost(spec: TimmSpec, *, image_size: int) -> Cost:
 
 
 def tokens_for(omega: float, *, num_channels: int, gamma: float = 1.0) -> int:
-    """Return S of a mixer with Omega connections per layer: the positive root of gamma (C S^2 + C^2
-    S) / 2 = Omega. S and C are interchangeable."""
+    """Return the tokens S of a Mixer with Omega connections per layer. S solves gamma (C S^2 + C^2
+    S) / 2 = Omega, which is symmetric in S and C."""
     _check_positive(omega=omega, gamma=gamma, num_channels=num_channels)
     # (-C + sqrt(C^2 + d)) / 2 would lose all digits if C^2 is much larger than d
     d = 8 * omega / (gamma * num_channels)
@@ -273,11 +270,11 @@ def sparse_width(omega: float, *, density: float, gamma: float = 1.0) -> int:
 
 
 def width_and_connections(spec: AnySpec, *, image_size: int) -> tuple[int | None, float | None]:
-    """Return m, and Omega of the blocks' actual matrices (hidden sizes rounded); None if the papers
-    define none.
+    """Return the width m, and Omega for the actual (rounded) hidden sizes. A value is None if the
+    papers do not define it for the model.
 
-    A first block that makes S tokens of S0 counts like the others. The entries of a mask count by
-    their expected number.
+    A first block that maps S0 to S tokens counts like the other blocks. A mask counts with its
+    expected number of connections.
     """
     match spec:
         case MlpSpec():

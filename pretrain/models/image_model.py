@@ -1,7 +1,7 @@
 """Base class of all models: embed, blocks, norm, pool, head, and methods for timm's tools.
 
-A family defines how an image becomes the first block's input (`embed`), and how features become one
-vector (`pool`) or a map (`as_map`). Shapes: B batch, F features in the family's shape, N
+A model family defines how an image becomes the first block's input (`embed`), and how features
+become one vector (`pool`) or a map (`as_map`). Shapes: B batch, F features in the family's shape, N
 num_features, K classes.
 """
 
@@ -107,8 +107,8 @@ class ImageModel(nn.Module, ABC):
         output_fmt: Literal["NCHW", "NLC"] = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Return the outputs of the chosen blocks (a single number chooses the last ones), as maps
-        or as (B, positions, channels)."""
+        """Return the features and the outputs of the blocks `indices` (an integer selects the last
+        blocks), as maps or as (B, positions, channels)."""
         taken = taken_blocks(indices, num_blocks=len(self.blocks))
         x_BF, found = self.embed(x), []
         for number, block in enumerate(self.blocks):
@@ -128,7 +128,7 @@ class ImageModel(nn.Module, ABC):
         prune_norm: bool = False,
         prune_head: bool = True,
     ) -> list[int]:
-        """Remove the blocks after the chosen ones."""
+        """Remove the blocks after the last block in `indices`."""
         taken = taken_blocks(indices, num_blocks=len(self.blocks))
         self.blocks = self.blocks[: max(taken) + 1]
         if prune_norm:
@@ -138,18 +138,16 @@ class ImageModel(nn.Module, ABC):
         return taken
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Keep only the blocks' inputs, and compute the blocks again in the backward pass."""
         if enable and any(isinstance(module, BatchNorm1d) for module in self.blocks.modules()):
             raise UserError(
                 "set_grad_checkpointing",
                 "batch norm would count every batch twice",
-                "use norm: layer",
+                "set model.norm=layer",
                 code="conflict",
             )
         self.grad_checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Group layers by depth, for layer-wise learning rates."""
         del coarse
         return {
             "stem": r"^(?:stem|widen)\.",

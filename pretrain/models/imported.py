@@ -1,7 +1,7 @@
-"""A model of the user's own: `model: {import: "my_package.my_module:MyModel"}`. No torch here.
+"""A model of the user's own: `model: {import: "my_package.my_module:MyModel"}`.
 
-`allow_import` gets the path in the user's config or after `--allow-import`, never a path from a
-checkpoint. `check_allowed` fails for any other path, before every import.
+`allow_import` is called with a path from the user's config or from `--allow-import`, never with a
+path from a checkpoint. Before every import, `check_allowed` raises an error for any other path.
 """
 
 import argparse
@@ -21,19 +21,18 @@ _ALLOWED = set[str | None]()
 
 
 def add_allow_import(verb: argparse.ArgumentParser) -> None:
-    words = "run this code if a checkpoint names it as its model"
+    words = "allow a checkpoint to run this code as its model"
     about: dict[str, Any] = {"type": allow_import, "action": "append", "default": []}
     verb.add_argument("--allow-import", metavar="MODULE:CLASS", help=words, **about)
 
 
 def allow_import(path: str | None) -> str | None:
-    """Allow the import of module:Class in this process, and return the path."""
     _ALLOWED.add(path)
     return path
 
 
 def check_allowed(spec: AnySpec, *, source: object = "the checkpoint") -> None:
-    """Fail if the model needs code that the user has not allowed."""
+    """Raise SettingsError if the model needs code that the user has not allowed."""
     if isinstance(spec, ImportSpec) and spec.path not in _ALLOWED:
         fix = f"if you trust this code, add --allow-import {spec.path}"
         raise SettingsError(
@@ -42,8 +41,8 @@ def check_allowed(spec: AnySpec, *, source: object = "the checkpoint") -> None:
 
 
 def code_of(spec: AnySpec) -> str:
-    """Return the hash of all Python files of the model's top-level package, without running them;
-    "" for other models."""
+    """Return the hash of all Python files in the top-level package of an imported model, without
+    running the files. Return "" for other models."""
     if not isinstance(spec, ImportSpec):
         return ""
     return hash_package(spec.path.partition(":")[0].partition(".")[0])
@@ -63,7 +62,6 @@ def hash_package(package: str) -> str:
 
 
 def import_class(spec: ImportSpec) -> Any:
-    """Import an allowed class, from sys.path or the current directory."""
     check_allowed(spec)
     module_name, _, name = spec.path.partition(":")
     if (place := str(Path.cwd())) not in sys.path:

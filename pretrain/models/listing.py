@@ -1,5 +1,5 @@
 """Print `pretrain models`: the named models with their costs and, for `--omega`, the sizes with a
-given Omega. No torch."""
+given Omega."""
 
 import re
 from collections.abc import Sequence
@@ -42,7 +42,6 @@ class ModelRow:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Return one text for each of COLUMNS."""
         spec = self.spec
         width, connections = width_and_connections(spec, image_size=self.image_size)
         return (
@@ -62,7 +61,7 @@ def list_models(
     *, match: str = "*", num_classes: int | None = None, image_size: int | None = None
 ) -> tuple[list[ModelRow], list[str]]:
     """Return the named models that match a shell pattern, and the names of models that do not
-    support this image size. The paper's classes and image size are the default."""
+    support this image size. Classes and image size default to the paper's."""
     names = [name for name in PRESETS if fnmatchcase(name, match)]
     if not names:
         raise UserError(
@@ -93,7 +92,6 @@ def list_models(
 
 
 def print_models(rows: Sequence[ModelRow], unfit: Sequence[str], console: Console) -> None:
-    """Print one table for each family, all with the same columns."""
     sizes = [
         max(map(len, column)) for column in zip(COLUMNS, *(row.cells for row in rows), strict=True)
     ]
@@ -104,13 +102,13 @@ def print_models(rows: Sequence[ModelRow], unfit: Sequence[str], console: Consol
             console.print(_table(COLUMNS, members, sizes=sizes, style="dim"))
             console.print()
     console.print(
-        "MACs of one image's forward pass; papers call them FLOPs, usually twice as many. Omega:"
-        " average connections per layer of the blocks. params: with a head of 1,000 classes, 10 for"
-        " images up to 32 px, or --classes (11230 for the sizes in Scaling MLPs).",
+        "MACs: of one image's forward pass (papers call a MAC a FLOP). Omega: mean number of"
+        " connections per layer in the blocks. params: includes a head of 1,000 classes (10 for"
+        " images up to 32 px), or of --classes (11230 gives the sizes in Scaling MLPs).",
         style="dim",
     )
     if unfit:
-        console.print(f"Skipped, because they do not support this size: {', '.join(unfit)}.")
+        console.print(f"Skipped (image size is not supported): {', '.join(unfit)}.")
 
 
 def print_widths(
@@ -121,7 +119,6 @@ def print_widths(
     densities: Sequence[float],
     console: Console,
 ) -> None:
-    """Print S and m of mixers for each C, and m of SW-MLPs for each density."""
     if wrong := [density for density in densities if density > 1]:
         raise UserError(
             "--density", f"{wrong[0]:g} is not valid", "use at most 1", code="bad-value"
@@ -160,7 +157,6 @@ def _table(
 
 
 def _short(value: float) -> str:
-    """Format a number with four digits and a unit."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:#.4g} {unit}"
@@ -185,7 +181,6 @@ def parse_power(text: str) -> float:
 
 
 def parse_numbers(text: str, *, field: str, is_whole: bool = True) -> list[float]:
-    """Parse positive numbers with commas between them."""
     pattern = r"[1-9]\d*" if is_whole else r"\d*\.?\d+"
     words = [word.strip() for word in text.split(",")]
     wrong = [word for word in words if not (re.fullmatch(pattern, word) and float(word) > 0)]

@@ -12,7 +12,8 @@ from pretrain.models.spec import MixerSpec
 
 
 class TwoLayer(nn.Module):
-    """W2 act(W1 x) on the last axis. `init: normal` starts both weights as N(0, 1/size)."""
+    """W2 act(W1 x) on the last axis. `init: normal` draws W1 from N(0, 1/inputs) and W2 from N(0,
+    1/outputs)."""
 
     def __init__(self, spec: MixerSpec, num_inputs: int, *, hidden: int, num_outputs: int):
         super().__init__()
@@ -63,10 +64,10 @@ class TokenSkip(nn.Module):
 
 
 class MixerBlock(nn.Module):
-    """U = X + mixing across tokens of LN(X), then Y = U + mixing across channels of LN(U).
+    """U = X + token mixing of LN(X), then Y = U + channel mixing of LN(U).
 
-    An RP block permutes all M entries at random before and after each mixing. In other blocks these
-    permutations are the commutation (tokens) and the identity (channels): transpositions of axes.
+    An RP block permutes all M entries at random before and after each mixing. Other blocks only
+    transpose the axes before and after the token mixing.
     """
 
     def __init__(
@@ -150,8 +151,8 @@ class Mixer(ImageModel):
         return x_BF.mean(dim=1)
 
     def as_map(self, x_BF: Tensor) -> Tensor:
-        """Return tokens as a map at the positions of their patches, or as one column if they form
-        no square."""
+        """Return the tokens as a square map in the order of the patches, or as one column if their
+        number is not a square."""
         side = isqrt(x_BF.shape[1])
         width = side if side**2 == x_BF.shape[1] else 1
         return x_BF.transpose(1, 2).reshape(

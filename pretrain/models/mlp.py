@@ -39,7 +39,7 @@ class Block(nn.Module, ABC):
 
 
 class InvertedBlock(Block):
-    """Wc act(We x), We: M -> expansion M; or act(Wc act(We x))."""
+    """Wc act(We x) with We: M -> expansion M; or act(Wc act(We x)) with an outer activation."""
 
     def __init__(
         self, norm: nn.Module, expand: nn.Module, contract: nn.Module, spec: MlpSpec | SparseMlpSpec
@@ -55,7 +55,7 @@ class InvertedBlock(Block):
 
 
 class StandardBlock(Block):
-    """act(W x), or W act(x)."""
+    """act(W x), or W act(x) if `activation_first` is set."""
 
     def __init__(self, norm: nn.Module, linear: nn.Module, spec: MlpSpec | SparseMlpSpec):
         super().__init__(norm, spec)

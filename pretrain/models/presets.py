@@ -29,12 +29,12 @@ class NamedModel(Settings):
         examples=["mlp_b12_wi1024"],
         json_schema_extra=lambda schema: schema.update(enum=list(PRESETS)),
     )
-    """Name of a model listed by `pretrain models`. It cannot be combined with `kind`."""
+    """Name of a model that `pretrain models` lists. Cannot be combined with `kind`."""
 
 
 _PATH = Field(
-    description="Module and class of a torch module of your own, with timm's interface. All other"
-    " keys of `model` are arguments of the class. It excludes `preset` and `kind`.",
+    description="Your own torch module with timm's interface, as module:Class. All other keys of"
+    " `model` are arguments of the class. Cannot be combined with `preset` or `kind`.",
     examples=["my_package.my_module:MyModel"],
 )
 _OPEN: Any = ConfigDict(extra="allow")
@@ -46,7 +46,6 @@ class _Named(Settings):
 
 
 def spec_of(name: str, **changes: Any) -> AnySpec:
-    """Return the spec of a named model, with changed fields."""
     return validate(_Named, {"model": {**preset(name).fields, **changes}}).model
 
 
@@ -62,10 +61,11 @@ def preset(name: object) -> Preset:
 
 
 def expand_preset(model: object) -> object:
-    """Replace `preset: NAME` and changed fields by all fields, and `import: PATH` with arguments by
-    the fields of an ImportSpec. The schema checks all other values.
+    """Expand `preset: NAME` to all fields of the named model, and `import: PATH` to the fields of
+    an ImportSpec. Return other values unchanged for pydantic to check.
 
-    Both exclude `kind`: the override `model.preset=NAME` would not replace a config's model.
+    `preset` and `import` cannot be combined with `kind`: the override `model.preset=NAME` does not
+    remove the fields of a config's model.
     """
     if isinstance(model, str):
         raise SettingsError(
@@ -123,11 +123,12 @@ def _mlps() -> dict[str, Preset]:
 
 
 def _mixers() -> dict[str, Preset]:
-    """Return the Mixers. The paper's numbers disagree for some (docs/papers.md):
+    """Return the Mixers. Some numbers in the paper disagree (docs/papers.md).
 
-    Mixer-B-W: its table's Omega = 2.6e8 and width 6.2e5 need gamma = 3456/844, but C.3 prints 4.57
-    (2.90e8): two models. Mixer-SS-W: it prints 255M connections, but C = 487 gives 276M
-    (`num_channels=467` gives 255M). The sweep over P has C = 3 P^2 and S from Omega = 290,217,984.
+    Mixer-B-W: Omega = 2.6e8 and width 6.2e5 in its table need gamma = 3456/844, but section C.3
+    prints gamma = 4.57 (Omega = 2.90e8). Each gamma has its own preset. Mixer-SS-W: the paper
+    prints 255M connections, but C = 487 gives 276M (`num_channels=467` gives 255M). The sweep over
+    P has C = 3 P^2, and S follows from Omega = 290,217,984.
     """
     b_16 = {
         "kind": "mixer",

@@ -1,5 +1,5 @@
-"""The Mixer paper's SW-MLP: an MLP whose matrices have each connection with probability p, as wide
-as a Mixer's S C entries.
+"""The Mixer paper's SW-MLP: an MLP with sparse matrices, as wide as the S C entries of a Mixer.
+Each connection exists with probability p.
 
     stem      per-patch linear to C channels, one vector of S0 C entries, a linear to m if m differs
     blocks    x + act((M * W) LN(x)), or with a hidden layer of gamma m entries
@@ -9,9 +9,9 @@ as a Mixer's S C entries.
 Section A.2.5 of the paper prints this order, but not the layer from S0 C to m. Biases start at 0,
 as in the Mixers. All weights start as N(0, 1/(p m)).
 
-If p m is above about 30, the largest singular value of gamma m x m entries is near L. Here L^2 is
-c^2 + 3 c^2 (1 - p) / (sqrt(gamma) p m) and c is 1 + sqrt(gamma). The paper's L+ agrees with this
-measured value if its q^2 is read as p gamma m.
+If p m is above about 30, the largest singular value of a gamma m x m matrix is near L. Here L^2 is
+c^2 + 3 c^2 (1 - p) / (sqrt(gamma) p m) and c is 1 + sqrt(gamma). The paper's L+ agrees with
+this measured value if its q^2 is read as p gamma m.
 
 Shapes: B batch, S0 patches, C channels, M width, K classes.
 """
@@ -50,7 +50,6 @@ def _block_layer(
 
 
 def _block(spec: SparseMlpSpec, width: int) -> Block:
-    """Make x + act((M * W) LN(x)), or x + (M2 * W2) act((M1 * W1) LN(x)) with W1: m -> gamma m."""
     norm, hidden = nn.LayerNorm(width), spec.hidden_width(width)
     if spec.expansion is None:
         return StandardBlock(norm, _block_layer(spec, width, width=width, num_outputs=width), spec)

@@ -1,7 +1,8 @@
 """Settings of the models, validated without torch.
 
-Letters are the papers': S tokens (S0 = number of patches), C channels, m = S C the effective width.
-gamma (`expansion`) is the hidden width of a mixing as a multiple of its input.
+The letters are from the papers: S tokens (S0 = number of patches), C channels, m = S C the
+effective width. gamma (`expansion`) is the hidden width of a mixing layer as a multiple of its
+input width.
 """
 
 import json
@@ -14,9 +15,9 @@ from data_prep.errors import SettingsError
 from data_prep.settings import Settings
 
 Activation = Literal["gelu", "relu", "silu", "tanh", "identity"]
-_OfLayers = Annotated[Activation, Field(description="Function between the layers.")]
+_OfLayers = Annotated[Activation, Field(description="Activation function.")]
 _OfMatrices = Annotated[
-    bool, Field(description="Bias of every matrix except the classifier's, which always has one.")
+    bool, Field(description="Use a bias in every matrix. The classifier always has a bias.")
 ]
 Init = Literal["normal", "torch"]
 EXPANSION = 4.0
@@ -24,18 +25,17 @@ TIMM_NORM_EPS = 1e-6
 
 
 def check_needs(section: Settings, prefix: str, needs: Mapping[str, tuple[bool, str]]) -> None:
-    """Check that the requirement of each setting is met. `needs`: for each setting, True if its
-    requirement is met, and a setting that would meet it."""
+    """Raise SettingsError if a setting is not its default although its requirement is not met.
+    `needs`: for each setting, True if the requirement is met, and a setting that meets it."""
     for name, (is_met, need) in needs.items():
         default = type(section).model_fields[name].get_default(call_default_factory=True)
         if not is_met and getattr(section, name) != default:
             field = f"{prefix}.{name}"
             fix = f"set {need}, or remove {field}"
-            raise SettingsError(field, f"it needs {need}", fix, code="conflict")
+            raise SettingsError(field, f"the value needs {need}", fix, code="conflict")
 
 
 def _block_numbers(given: object) -> object:
-    """Convert a list to a tuple."""
     if isinstance(given, list | tuple) and all(type(each) is int for each in given):
         return tuple(given)
     if given != "all":
@@ -136,7 +136,8 @@ class MixerSpec(Settings):
     depth: int = Field(12, ge=1)
     """Number of blocks (a token mixing and a channel mixing each)."""
     expansion: float = Field(EXPANSION, gt=0)
-    """Hidden width of both mixings (gamma), as a multiple of their input."""
+    """Hidden width of token mixing and channel mixing, as a multiple of their input width (gamma).
+    """
     token_hidden: int | None = Field(None, ge=1, examples=[384])
     """Hidden width of the token mixing (default: gamma S)."""
     channel_hidden: int | None = Field(None, ge=1, examples=[3072])
@@ -146,7 +147,7 @@ class MixerSpec(Settings):
     has no gamma."""
     num_tokens: int | None = Field(None, ge=1, examples=[64])
     """Number of tokens S (default: one token per patch). If S is set, the skip path of the first
-    block is LN(W~ X) with W~ of S x S0, even if S = S0."""
+    block is LN(W~ X), even if S = S0. W~ is an S x S0 matrix."""
     permuted_blocks: BlockNumbers = Field((), examples=["all", [0, 3]])
     """Numbers of the blocks (from 0) whose mixings read and write entries in a random order, fixed
     at initialization (RP variants)."""
@@ -156,18 +157,18 @@ class MixerSpec(Settings):
     norm_eps: float = Field(1e-5, gt=0)
     """Epsilon of every LayerNorm: 1e-5 in the paper, 1e-6 in timm's Mixers."""
     init: Init = "normal"
-    """Initial weights of the mixings. normal: N(0, 1/S) and N(0, 1/C), as in the paper. torch:
-    uniform within 1/sqrt(inputs)."""
+    """Initial weights of the mixing layers. normal: N(0, 1/S) and N(0, 1/C), as in the paper.
+    torch: uniform between -1/sqrt(inputs) and 1/sqrt(inputs)."""
     final_norm: bool = True
     """Use a LayerNorm between the last block and the mean over tokens. Section A.2.1 of the paper
-    prints it, section 2.2 does not."""
+    prints this norm, section 2.2 does not."""
     bias: _OfMatrices = True
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "MixerSpec":
         wrong = [block for block in self._numbered_blocks if not 0 <= block < self.depth]
         if wrong:
-            remedy = f"with depth {self.depth} use numbers from 0 to {self.depth - 1}, or all"
+            remedy = f"use numbers from 0 to {self.depth - 1}, or all"
             raise SettingsError(
                 "model.permuted_blocks", f"there is no block {wrong[0]}", remedy, code="bad-value"
             )
@@ -205,7 +206,6 @@ class MixerSpec(Settings):
         return self.num_tokens or self.num_patches(image_size=image_size)
 
     def hidden_sizes(self, *, num_tokens: int) -> tuple[int, int]:
-        """Return the hidden widths of token mixing and channel mixing."""
         token_hidden = self.token_hidden or max(1, round(self.expansion * num_tokens))
         return token_hidden, self.channel_hidden or max(
             1, round(self.expansion * self.num_channels)
@@ -223,7 +223,7 @@ class SparseMlpSpec(Settings):
     num_channels: int = Field(48, ge=1)
     """Number of outputs of the first layer for each patch (C)."""
     width: int | None = Field(None, ge=1, examples=[1024])
-    """Number of entries of the vector (m; default: S0 C)."""
+    """Number of entries of the hidden vector (m). Default: S0 C."""
     depth: int = Field(8, ge=1)
     """Number of sparse blocks."""
     density: float = Field(0.5, gt=0, le=1)
@@ -232,18 +232,18 @@ class SparseMlpSpec(Settings):
     """Hidden width gamma, as a multiple of m, in x + (M2 * W2) act((M1 * W1) LN(x)). Default: no
     hidden layer."""
     outer_activation: bool = False
-    """Apply a second activation: x + act((M2 * W2) act((M1 * W1) LN(x))), equation (S.17).
-    Appendix C.1 of the paper omits it. This needs `expansion`."""
+    """Apply a second activation: x + act((M2 * W2) act((M1 * W1) LN(x))), equation (S.17). Appendix
+    C.1 of the paper omits this activation. This needs `expansion`."""
     widen: Literal["dense", "sparse"] = "dense"
-    """Layer from S0 C to m entries, which the paper does not print. sparse: has the density of the
-    blocks. dense: may have more connections than a block."""
+    """Layer from S0 C to m entries, which the paper does not print. sparse: the layer has the
+    density of the blocks. dense: the layer may have more connections than a block."""
     final_norm: bool = False
     """Use a LayerNorm between the last block and the classifier. Section A.2.5 of the paper does
-    not print one."""
+    not print this norm."""
     init_gain: Literal["spectral"] | None = None
-    """Scale of the initial weights. spectral: the largest singular value of the blocks' matrices is
-    1 + sqrt(gamma), as for a dense matrix. null: this value grows with the width at a fixed
-    Omega."""
+    """Scale of the initial weights. spectral: the largest singular value of each matrix in a block
+    is 1 + sqrt(gamma), as for a dense matrix. null: the largest singular value grows with the width
+    at a fixed Omega."""
     storage: Literal["auto", "masked", "sparse"] = "auto"
     """Storage of the matrices. masked: a dense matrix times a mask. sparse: only the connections.
     auto: sparse if density is at most 0.05."""
@@ -287,7 +287,7 @@ class SparseMlpSpec(Settings):
         return max(1, round((self.expansion or 1) * width))
 
     def width_at(self, *, image_size: int) -> int:
-        """Return the entries of the vector (m)."""
+        """Return the number of entries of the hidden vector (m)."""
         return self.width or int((image_size // self.patch_size) ** 2) * self.num_channels
 
 
@@ -297,8 +297,8 @@ class StructuredMlpSpec(Settings):
 
     kind: Literal["structured"]
     form: Literal["monarch", "kronecker"]
-    """Structure of B1 and B2. monarch: block-diagonal, with permutations between. kronecker: all
-    blocks of one matrix are equal."""
+    """Structure of B1 and B2. monarch: block-diagonal matrices with permutations between them.
+    kronecker: same as monarch, but all blocks of a matrix are equal."""
     num_rows: int = Field(28, ge=1)
     """Number of rows of the hidden vector, viewed as a matrix."""
     num_columns: int = Field(28, ge=1)
@@ -320,9 +320,9 @@ class TimmSpec(Settings):
 
     kind: Literal["timm"]
     name: Literal["resnet152_64", "vit_b_4", "resnet18_32", "resnet18_224"]
-    """Network. resnet152_64: no stride and pooling in the stem. vit_b_4: ViT-B with patches of 4.
-    resnet18_32: 3 x 3 stem without stride and pooling, as usual for CIFAR. resnet18_224: ResNet-18
-    for ImageNet, unchanged."""
+    """Name of the network. resnet152_64: ResNet-152 without stride and pooling in the stem.
+    vit_b_4: ViT-B with 4 x 4 patches. resnet18_32: ResNet-18 with a 3 x 3 stem without stride and
+    pooling, as usual for CIFAR. resnet18_224: ResNet-18 for ImageNet."""
 
     @property
     def label(self) -> str:
@@ -342,11 +342,11 @@ class TimmSpec(Settings):
 
 
 class TimmModelSpec(Settings):
-    """Any model of timm, written by `pretrained: timm:NAME`; not by hand."""
+    """Any model of timm. `pretrained: timm:NAME` writes this spec."""
 
     kind: Literal["timm_model"]
     name: str = Field(pattern=r"^\w+$", examples=["resnet50"])
-    """Name in timm, without a tag."""
+    """Name of the model in timm, without the tag of its weights."""
     arguments: str = Field("{}", examples=['{"img_size": 224}'])
     """Arguments of timm.create_model, as JSON. Arguments that load weights, for example pretrained,
     are rejected, because a downloaded config could use them."""
@@ -362,7 +362,7 @@ class TimmModelSpec(Settings):
             if name.startswith(("pretrained", "checkpoint", "cache"))
         ]
         if read:
-            raise ValueError(f"{', '.join(read)} would make timm read other weights; remove it")
+            raise ValueError(f"{', '.join(read)} would make timm read weights; remove the argument")
         return arguments
 
     @property
@@ -374,15 +374,15 @@ class TimmModelSpec(Settings):
 
 
 OWN_CLASS = r"^\w[\w.]*:\w+$"
-"""Form of module:Class."""
+"""Regular expression for module:Class."""
 
 
 class ImportSpec(Settings):
-    """A torch module of your own, written by `model: {import: module:Class}`."""
+    """A torch module of your own, selected by `model: {import: module:Class}`."""
 
     kind: Literal["import"]
     path: str = Field(examples=["my_package.my_module:MyModel"], pattern=OWN_CLASS)
-    """Module and class."""
+    """Module and class, written as module:Class."""
     arguments: str = Field("{}", examples=['{"width": 64}'])
     """Arguments of the class as JSON, in addition to num_classes and img_size."""
 
@@ -400,7 +400,7 @@ def check_patch_size(patch_size: int, *, image_size: int) -> None:
         raise SettingsError(
             "model.patch_size",
             f"{patch_size} does not divide image size {image_size}",
-            f"the nearest divisor is {near}",
+            f"set {near}, the nearest divisor",
             code="conflict",
         )
 

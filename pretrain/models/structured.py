@@ -1,8 +1,8 @@
 """The Mixer paper's shallow Monarch and Kronecker MLPs, x -> Bc B2 relu(B1 x), on images as H rows
-of V pixels.
+of V entries.
 
-B1 and B2 map a grid of (rows, columns) to another one, without biases. The classifier Bc has a
-bias. Each small matrix starts as N(0, 1/inputs).
+B1 and B2 map (rows, columns) to another number of rows and columns, without biases. The classifier
+Bc has a bias. Each small matrix starts as N(0, 1/inputs).
 
     Kronecker   X -> A X D^T          one matrix for all columns, one for all rows
     Monarch     X -> J^T L J R        a matrix per row of X, then one per column of the result
@@ -10,7 +10,7 @@ bias. Each small matrix starts as N(0, 1/inputs).
 A Monarch layer with equal blocks is a Kronecker layer.
 
 Shapes: B batch, H rows and V columns of the input, S rows and C columns of the output, K classes. V
-is W, or 3 W in color (color by color).
+is the image width W, or 3 W for the three colors of a row, one after the other.
 """
 
 import torch
@@ -53,7 +53,7 @@ def _normal(*shape: int) -> nn.Parameter:
 
 
 class StructuredBlock(nn.Module):
-    """B2 act(x)"""
+    """B2 act(x)."""
 
     def __init__(self, spec: StructuredMlpSpec, grid: Grid):
         super().__init__()

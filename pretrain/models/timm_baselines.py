@@ -1,11 +1,12 @@
-"""Models of timm with the methods of all our models: the baselines of Scaling MLPs, any pretrained
+"""Models of timm with the interface of `ImageModel`: the baselines of Scaling MLPs, any pretrained
 model (`pretrained: timm:NAME`), and your own class (`model: {import: module:Class}`).
 
-This module is imported only to build such a model. The model makes and pools the features; the head
-is ours.
+This module is imported only to build such a model. The timm model computes and pools the features,
+and `ImageModel` adds the head.
 
 The stem of ResNet-152 at 64 px has stride 1 and no pooling, as Scaling MLPs says, and no padding.
-Only then does it have the printed 13.07 G MACs (14.98 G with the usual padding of 3).
+Only without padding does the model have the 13.07 G MACs that the paper prints (14.98 G with the
+usual padding of 3).
 """
 
 import inspect
@@ -77,12 +78,12 @@ class TimmModel(ImageModel):
         return self.body.prune_intermediate_layers(*args, **kwargs)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return timm's groups of the body's parameters, with their names in this model."""
         of_body: dict[str, Any] = self.body.group_matcher(coarse=coarse)
         return {group: _within_body(names) for group, names in of_body.items()}
 
     def layers(self) -> dict[str, int]:
-        """Return the layer number of each weight, by timm's groups; {} if timm has no groups."""
+        """Return the layer number of each weight from timm's parameter groups, or {} if the model
+        has no groups."""
         matcher = getattr(self.body, "group_matcher", None)
         if matcher is None:
             return {}
@@ -97,7 +98,6 @@ class TimmModel(ImageModel):
 
 
 def _within_body(names: Any) -> Any:
-    """Return the regular expressions with the prefix `body.`."""
     if isinstance(names, str):
         return rf"body\.(?:{names.removeprefix('^')})"
     return [(_within_body(pattern), order) for pattern, order in names]
@@ -107,7 +107,7 @@ INTERFACE = ("forward_features", "forward_head", "reset_classifier", "num_featur
 
 
 def own_body(spec: ImportSpec, *, num_classes: int, image_size: int) -> Any:
-    """Build the user's model without its head, and try its interface on torch's meta device."""
+    """Build the user's model without its head, and check its interface and output shapes."""
     own_class, arguments = import_class(spec), json.loads(spec.arguments)
     words = {"num_classes": num_classes, "img_size": image_size} | arguments
     try:
@@ -118,7 +118,7 @@ def own_body(spec: ImportSpec, *, num_classes: int, image_size: int) -> Any:
         body: Any = own_class(**words)
     if missing := [name for name in INTERFACE if not hasattr(body, name)]:
         raise _misfit(spec, f"has no {', '.join(missing)}")
-    with suppress(RuntimeError), torch.device("meta"), torch.no_grad():  # not all code runs on it
+    with suppress(RuntimeError), torch.device("meta"), torch.no_grad():  # not all models support it
         trial: Any = own_class(**words).eval()
         width = getattr(body, "head_hidden_size", body.num_features)
         for count in (num_classes, 0):
@@ -127,7 +127,7 @@ def own_body(spec: ImportSpec, *, num_classes: int, image_size: int) -> Any:
             outputs = [trial.forward_head(x_BF, pre_logits=pools) for pools in (True, False)]
             given = [tuple(each.shape) for each in outputs]
             if given != [(2, width), (2, count or width)]:
-                raise _misfit(spec, f"returns outputs of {given} after reset_classifier({count})")
+                raise _misfit(spec, f"returns shapes {given} after reset_classifier({count})")
     body.reset_classifier(0)
     return body
 

@@ -1,7 +1,7 @@
 """Import this module to register the named models with timm: `timm.create_model("mlp_b12_wi1024",
 num_classes=..., img_size=...)`.
 
-Fields of a spec are keywords: `timm.create_model("mixer_b_w", depth=4, permuted_blocks="all")`.
+Fields of a spec are keyword arguments, for example `timm.create_model("mixer_b_w", depth=4)`.
 Training does not import this module, because timm takes seconds to import.
 """
 
@@ -42,11 +42,10 @@ default_cfgs = generate_default_cfgs(
     }
 )
 _EVERY_BLOCK = {"out_indices": None, "feature_cls": "getter"}
-"""The default of `features_only`."""
+"""Defaults for timm's `features_only`: return the features of all blocks."""
 
 
 def _one_side(img_size: int | tuple[int, int], in_chans: int) -> int:
-    """Return the side of square RGB images."""
     height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
     if in_chans != 3:
         raise UserError("in_chans", f"{in_chans} is not valid", "use 3 (RGB)", code="bad-value")
@@ -95,8 +94,8 @@ def _of_spec(
 
 
 def wide_mlps(pretrained: bool = False, **kwargs: Any) -> ImageModel:
-    """Build any spec. The config.json of every checkpoint names this architecture, for
-    `create_model("local-dir:DIRECTORY")`."""
+    """Build the model of any spec. The config.json of every checkpoint names this architecture, so
+    that `timm.create_model("local-dir:DIRECTORY")` works."""
     return build_model_with_cfg(
         _of_spec, "wide_mlps", pretrained, feature_cfg=dict(_EVERY_BLOCK), **kwargs
     )

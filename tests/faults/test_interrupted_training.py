@@ -305,7 +305,7 @@ def test_a_stop_before_anything_has_begun(config: Path, tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     output = finish(process)
     assert (
-        "stopped before its first checkpoint. The same command begins again" in output
+        "stopped before its first checkpoint. The same command restarts it" in output
         and "Traceback" not in output
     )
     assert list_checkpoints(tmp_path / "run") == []

@@ -1,1 +1,1 @@
-"""Layers of more than one family of models, and the buffers of these layers."""
+"""Layers that several model families share, and functions for buffers."""

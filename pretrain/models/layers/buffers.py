@@ -10,13 +10,12 @@ from pretrain.ranks.collectives import mean_over_ranks
 
 
 def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of the state dict by name."""
     parameters = {name for name, _ in model.named_parameters()}
     return {name: value for name, value in model.state_dict().items() if name not in parameters}
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies on the CPU by name, with averages in fp32."""
+    """Return copies of the model's buffers by name, on the CPU. Running averages are in fp32."""
     return {
         name: (
             (value.float() if value.is_floating_point() else value)
@@ -31,7 +30,8 @@ def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def average_over_ranks(model: nn.Module) -> None:
-    """Set the running averages of all ranks to their mean, before they are used or saved.
+    """Replace each running average by its mean over all ranks, before the averages are used or
+    saved.
 
     Running averages are linear in the samples, so the number of calls does not matter.
     """
@@ -42,7 +42,8 @@ def average_over_ranks(model: nn.Module) -> None:
 
 @torch.no_grad()
 def restore_buffers(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load the buffers of a complete state dict. `load_state_dict` also updates derived buffers."""
+    """Load the buffers from a complete state dict. `load_state_dict` also updates buffers that
+    depend on others."""
     names = list(_buffers_of(model))
     missing = [name for name in names if name not in weights]
     assert not missing, f"the state lacks {missing}"

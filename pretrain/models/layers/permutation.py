@@ -1,19 +1,19 @@
 """Fixed permutations as index vectors, and the PK layer of the Mixer paper.
 
-The index is a buffer: it is saved with the weights and is the same on every rank. Its inverse makes
-the backward pass a gather. A state dict with an index that is not a permutation is rejected.
+The index is a buffer: it is saved with the weights and is the same on every rank. The inverse index
+makes the backward pass a gather. A state dict whose index is not a permutation is rejected.
 
 The PK layer is act[J2 (I (x) W) J1 x]. J1 and J2 permute all m = S C entries. I (x) W applies one
-small matrix to each of the equal parts of the vector. x has the entries of X (S tokens, C channels)
-token by token. The paper's vec goes channel by channel, which swaps the first two cases:
+small matrix to each of the equal parts of the vector. x lists the entries of X (S tokens, C
+channels) token by token. The paper's vec lists them channel by channel, so the paper swaps the
+first two cases:
 
 - J1 = J2 = identity: W acts on the channels of each token;
 - J1 = the commutation (vec X -> vec X'), J2 = its inverse: W acts on the tokens of each channel;
 - J1, J2 random: the RP mixing.
 
-The paper writes this for one layer. A mixing of an MLP-Mixer has two layers, W2 act(W1 x). J1 comes
-before W1 and J2 after W2. If a first block makes S tokens of S0, J1 has S0 C entries and J2 has S
-C.
+A mixing of an MLP-Mixer has two layers, W2 act(W1 x): J1 comes before W1 and J2 after W2. If the
+first block maps S0 to S tokens, J1 has S0 C entries and J2 has S C entries.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,6 @@ class Permutation(nn.Module):
         return _Gather.apply(x_BM, self.index, self.inverse)  # type: ignore[no-untyped-call]
 
     def invert(self) -> None:
-        """Compute the inverse."""
         self.index = self.index.to(torch.int32)  # `assign=True` may change the integer type
         self.inverse = inverse_of(self.index)
 
@@ -112,10 +111,11 @@ def random_permutation(size: int, *, generator: torch.Generator | None = None) -
 
 
 def generator_beside_weights() -> torch.Generator:
-    """Return a generator that is seeded from torch's generator without changing its state.
+    """Return a generator that is seeded from torch's generator, without advancing torch's
+    generator.
 
     An RP model has the same weights as the normal model of the same seed. A block has the same
-    permutation in every model that permutes it.
+    permutation in every model that permutes the block.
     """
     with torch.random.fork_rng(devices=[]):
         seed = int(torch.randint(2**63 - 1, (), device="cpu"))

@@ -1,7 +1,8 @@
-"""TF32 on or off for the fp32 products and convolutions of a GPU (ten bits, several times faster).
+"""Switch TF32 on or off for fp32 matrix products and convolutions on a GPU. TF32 has a 10-bit
+mantissa and is several times faster.
 
-torch's switches are global, and the augmentation's thread multiplies at the same time as the model.
-A lock makes each thread wait until the switches have its value.
+torch's switches are global, but augmentation and model run in different threads at the same time. A
+lock lets only one thread at a time set the switches and launch kernels.
 """
 
 import threading

@@ -2,18 +2,18 @@
 
 `masked` is a dense matrix times a mask; `sparse` stores only the connections: values and positions.
 
-One seed gives both the same connections and weights, and each loads the other's state dict. The
-state dict has the pattern (`mask`; `row_starts` and `columns`). The number of connections is
-random, so loading may resize `values`: make the optimizer afterwards. On the meta device nothing is
-drawn, and a sparse layer has the expected number of connections, round(p x size).
+For one seed, both kinds of layers have the same connections and weights, and each loads the state
+dict of the other. The state dict has the pattern: `mask`, or `row_starts` and `columns`. The
+number of connections is random, so loading may resize `values`: create the optimizer afterwards. On
+the meta device, a sparse layer has the expected number of connections, round(p x size).
 
-A pattern has M rows (outputs) and N columns (inputs) in compressed rows: `starts` (M + 1) and
-`columns` (one per connection) are int32. Time and memory grow with the connections, except for
-`dense`.
+A pattern has M rows (outputs) and N columns (inputs) in compressed sparse rows: `starts` (M + 1)
+and `columns` (one per connection) are int32. Time and memory grow with the number of connections,
+except for `dense`.
 
-y = W x consists of two operators that torch's compiler and counters know. Vectors are columns (N,
-B), B batch, so the kernels run along the batch. The transposed pattern has its starts, its columns,
-and the position of each of its values in W. It makes the gradient of x such a product, too.
+Two operators compute y = W x and its gradients. torch's compiler and FLOP counter know them.
+Vectors are columns (N, B), B batch, so the kernels run along the batch. The transposed pattern has
+starts, columns, and the position of each value in W. The gradient of x is a product with W^T.
 
     forward             y_MB = W x_NB                                       2 B floating-point operations per connection
     gradient of x       W^T dy_MB                                           2 B
@@ -41,9 +41,9 @@ if TYPE_CHECKING:  # the import takes half a second, and only init_gain needs it
 
 MOST_CONNECTIONS = 2**31 - 1
 SMALL = 32
-"""Sides up to which a dense singular value decomposition is cheap."""
+"""Largest side of a matrix for which a dense singular value decomposition is cheap."""
 DRAWN_TOGETHER = 2**20
-"""Connections per draw, to limit memory."""
+"""Expected number of connections per draw, to limit memory."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,6 @@ class Connections:
         return self.dense(torch.ones_like(self.columns, dtype=torch.bool))
 
     def matrix(self, values: Tensor) -> "csr_matrix":
-        """Return SciPy's matrix in float64."""
         from scipy.sparse import csr_matrix
 
         parts = (
@@ -83,24 +82,24 @@ class Connections:
         return csr_matrix(parts, shape=(len(self.row_starts) - 1, self.num_inputs))
 
     def transposed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (row starts, columns, order) of the transposed pattern. Its values are
-        values[order]."""
+        """Return (row starts, columns, order) of the transposed pattern. The transposed matrix has
+        the values `values[order]`."""
         order = torch.sort(self.columns, stable=True).indices
         counts = torch.bincount(self.columns, minlength=self.num_inputs)
         return _starts(counts), self.rows[order].int(), order.int()
 
     def check(self, prefix: str) -> None:
-        """Check a pattern from a file, because the kernels check nothing."""
+        """Raise UserError if a loaded pattern is not valid. The kernels do not check patterns."""
         starts, count, fault = self.row_starts, len(self.columns), None
         if starts[0] != 0 or starts[-1] != count or (starts.diff() < 0).any():
             fault = f"row_starts do not rise from 0 to the {count} connections"
         elif count and not 0 <= self.columns.min() <= self.columns.max() < self.num_inputs:
-            fault = f"columns name inputs outside 0 ... {self.num_inputs - 1}"
+            fault = f"columns are not between 0 and {self.num_inputs - 1}"
         if fault is not None:
             raise UserError(
                 prefix[:-1],
                 f"the weights are damaged: {fault}",
-                "copy the weights again, or use others",
+                "copy the weights again, or use other weights",
                 code="damaged",
             )
 
@@ -143,7 +142,7 @@ def _starts(counts: Tensor) -> Tensor:
     if starts[-1] > MOST_CONNECTIONS:
         raise UserError(
             "model.density",
-            f"it leaves {int(starts[-1])} connections in one layer, more than {MOST_CONNECTIONS}",
+            f"one layer has {int(starts[-1])} connections, more than {MOST_CONNECTIONS}",
             "use a smaller density or width",
             code="bad-value",
         )
@@ -151,7 +150,8 @@ def _starts(counts: Tensor) -> Tensor:
 
 
 def largest_singular_value(matrix: "csr_matrix") -> float:
-    """Compute the value by Lanczos' method from a fixed start, without a dense matrix."""
+    """Compute the value by Lanczos' method from a fixed start vector. Only small matrices become
+    dense."""
     from scipy.sparse.linalg import svds
 
     rows, columns = np.unique(matrix.nonzero()[0]), np.unique(matrix.indices)
@@ -209,7 +209,7 @@ def _(
     return torch.empty_like(like)
 
 
-for _device in ("cpu", "cuda"):  # the products inside have no bf16 for autocast
+for _device in ("cpu", "cuda"):  # torch's sparse products do not support bf16
     sparse_product.register_autocast(_device, torch.float32)
     sampled_product.register_autocast(_device, torch.float32)
 
@@ -270,7 +270,7 @@ IN_MASKED, IN_SPARSE = ("weight", "mask"), ("values", "row_starts", "columns")
 
 
 class MaskedLinear(nn.Module):
-    """(M * W) x + b. W starts at 0 and gets no gradient where M is 0."""
+    """(M * W) x + b. Entries of W with M = 0 start at 0 and get no gradient."""
 
     mask: Tensor
 
@@ -345,7 +345,6 @@ class SparseLinear(nn.Module):
         return y_BM if self.bias is None else y_BM + self.bias
 
     def transpose(self) -> None:
-        """Compute the transposed pattern."""
         if self.columns.is_meta:
             self.column_starts = self.columns.new_empty(self.in_features + 1)
             self.rows, self.order = torch.empty_like(self.columns), torch.empty_like(self.columns)
@@ -356,7 +355,6 @@ class SparseLinear(nn.Module):
 def _to_masked(
     layer: MaskedLinear, state_dict: dict[str, Tensor], prefix: str, *_unused: object
 ) -> None:
-    """Convert a sparse layer's part of a state dict before it is loaded."""
     if all(f"{prefix}{name}" in state_dict for name in IN_SPARSE):
         values, starts, columns = (state_dict.pop(f"{prefix}{name}") for name in IN_SPARSE)
         connections = Connections(starts, columns, layer.in_features)
@@ -368,7 +366,8 @@ def _to_masked(
 def _to_sparse(
     layer: SparseLinear, state_dict: dict[str, Tensor], prefix: str, *_unused: object
 ) -> None:
-    """Convert a masked layer's part of a state dict, and make room for its connections."""
+    """Convert the entries of a masked layer in a state dict, and resize this layer to the loaded
+    pattern."""
     if all(f"{prefix}{name}" in state_dict for name in IN_MASKED):
         weight, mask = (state_dict.pop(f"{prefix}{name}") for name in IN_MASKED)
         pattern = connections_of(mask)
@@ -379,7 +378,7 @@ def _to_sparse(
     if starts is not None and columns is not None:
         Connections(starts, columns, layer.in_features).check(prefix)
         if len(columns) != len(layer.columns):
-            assert values is not None, f"{prefix[:-1]}: another pattern, and no values for it"
+            assert values is not None, f"{prefix[:-1]}: a new pattern needs values"
             layer.columns = layer.columns.new_empty(len(columns))
             layer.values.data = layer.values.new_empty(len(values))
 
