@@ -64,7 +64,7 @@ class Comparison:
     """Arms (groups of runs) that must beat logistic regression."""
     bound: float = 0.0
     equal: float = 1.0
-    """Two means count as equal if the interval of `values` is between -equal and equal."""
+    """Means count as equal if the interval of `values` is between -equal and equal."""
 
     @property
     def p(self) -> float:

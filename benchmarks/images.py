@@ -19,8 +19,8 @@ from data_prep.cli import main as data_prep
 
 CORES = len(os.sched_getaffinity(0))
 SAMPLES_PER_SHARD = 512
-"""Number of samples per shard. It is small, so that a batch takes few samples from each of many
-shards, as in a large dataset."""
+"""Samples per shard: few, so that a batch takes few samples from each of many shards, as in a large
+dataset."""
 STEEPNESS = 1.6
 
 

@@ -63,7 +63,7 @@ class Simulated(Source):
 
 
 def plan(num_inputs: int) -> None:
-    """List and plan in this process, and print time and memory."""
+    """Plan a build in this process, and print time and memory."""
     out = DATA / f"listing-{num_inputs}"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)

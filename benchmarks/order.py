@@ -124,7 +124,7 @@ def order_of(shuffle: str, block_size: int, window_blocks: int, streams: int) ->
 
 
 def mixed_classes(order: Line, classes: Ids, *, num_batches: int) -> float:
-    """Return the median number of classes in a batch over two epochs."""
+    """Return the median number of different classes in a batch over two epochs."""
     starts = np.linspace(0, 2 * MIXED_SAMPLES - GLOBAL_BATCH, num_batches).astype(np.int64)
     return statistics.median(
         len(np.unique(classes[order.locate(np.arange(start, start + GLOBAL_BATCH))[1]]))

@@ -38,7 +38,7 @@ TASKS: dict[Task, str] = {
     "scratch": "from scratch",
     "evaluate": "evaluated",
 }
-"""Names of the tasks in reports, in the order of reports."""
+"""Names of the tasks in reports, in display order."""
 NOT_STATED = "not stated"
 CLASS_MEAN, TOP1_STD = "top-1, class mean", "top-1, deviation over repetitions"
 ACCURACIES = {
@@ -49,8 +49,8 @@ ACCURACIES = {
     "class_mean": CLASS_MEAN,
     "top1_std": TOP1_STD,
 }
-"""Names of accuracies in reports, by key in result.json without the prefix up to the last slash and
-without `test_`."""
+"""Names of accuracies in reports. The keys are keys of result.json without the prefix up to the
+last slash and without `test_`."""
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,7 @@ def session(
     facts: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[torch.device, Tracker]]:
     """Enter a run on all ranks, and yield the device and the tracker. If a rank exits, hangs or
-    fails, the other ranks end. Fail if ranks have different `facts` (default: the weights), see
-    `claim`."""
+    fails, the other ranks end. Fail if ranks have different `facts` (default: the weights)."""
     device = start_accelerator(world, timeout_s=settings.ranks.timeout_s).device
     identity = hash_of_json(facts) if facts else checkpoint.sha256 if checkpoint else "0"
     run_dir = Path(cast(Any, settings).run_dir)

@@ -75,7 +75,7 @@ def _shared_samples(
 
 def class_numbers(card: ModelCard, manifest: Manifest, *, dataset: str | Path) -> tuple[int, ...]:
     """Return the checkpoint's class number for each class of the dataset. Fail if the checkpoint
-    lacks a class; it may have more classes."""
+    lacks a class."""
     number_of = {name: number for number, name in enumerate(card.classes)}
     missing = [name for name in manifest.classes if name not in number_of]
     if missing:

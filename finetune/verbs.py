@@ -79,8 +79,8 @@ def warn_once(warning: str | None, world: World) -> None:
 
 
 def end_on_signals(kept: str) -> None:
-    """Let SIGTERM and SIGUSR2 raise KeyboardInterrupt, as Ctrl-C does. `kept`: words of the message
-    about saved results."""
+    """Let SIGTERM and SIGUSR2 raise KeyboardInterrupt, as Ctrl-C does. `kept`: part of the message
+    that says what is saved."""
     keep(f"{kept}; the same command starts from the beginning")
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.default_int_handler)

@@ -1,7 +1,7 @@
 """Python API for datasets, models, checkpoints, features and predictions.
 
 `import wide_mlps` imports neither torch nor timm. They are imported at the first use of a name that
-needs them. Every name is an object of another package, or calls such an object without changes.
+needs them. Every name is an object of another package, or a function that only calls such objects.
 """
 
 from collections.abc import Iterable

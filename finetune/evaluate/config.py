@@ -80,8 +80,8 @@ class EvaluateSettings(ShortRunSettings):
     """Include the plain image in the mean, as the first view."""
     augment: ViewSettings = ViewSettings()
     """Augmentation of the views (needs num_views). Default: the crops and flips of the training. If
-    the training is unknown or had none: square crops of 0.4 to 1 of the area and flips, as in the
-    public code of Scaling MLPs. Settings that you omit keep their defaults."""
+    the training is unknown or had none: square crops of 0.4 to 1 of the area, and flips (the public
+    code of Scaling MLPs). Settings that you omit keep their defaults."""
     seed: int = Field(0, ge=0)
     """Random seed of the views. A view depends only on the seed, the number of the view and the
     image."""
@@ -200,7 +200,7 @@ class Evaluation:
         return place / "-".join(words)
 
     def _tracking(self) -> TrackingSettings:
-        """Return the tracking settings. Default: the database of the run of the weights."""
+        """Return tracking settings. Default: the database of the run that trained the weights."""
         wanted, base = self.settings.tracking, self.checkpoint.run_dir or self.checkpoint.home
         known, changes = RunIdentity.known(base), dict[str, str]()
         if known is None and not wanted.uri and "MLFLOW_TRACKING_URI" not in os.environ:
@@ -216,7 +216,7 @@ class Evaluation:
         return finished_result(self.run_dir) if is_ours else None
 
     def plain_top1(self) -> float | None:
-        """Return the accuracy on plain images if the run of the weights recorded it."""
+        """Return the accuracy on plain images from the run that trained the weights, if any."""
         run, data = self.checkpoint.run_dir, self._training_data
         if run is None or self.card.pixels_hash != self.manifest.pixels_hash:
             return None

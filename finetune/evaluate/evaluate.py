@@ -163,7 +163,7 @@ class _Mean:
             self._losses.append(self._loss())
 
     def rows(self) -> tuple[Tensor, ...]:
-        """Return the columns of `Answers` from `labels_N` on."""
+        """Return the columns of `Answers` without `samples_N`."""
         mean_BK = self._sum_BK / self.num_views
         tops_BA = self._ranked_BK.topk(min(NUM_ANSWERS, mean_BK.shape[1]), dim=1).indices
         return (

@@ -44,11 +44,11 @@ from pretrain.tracking.run_tags import target_of
 from pretrain.tracking.tracker import Tracker
 
 NUM_CONFUSED, NUM_EXTREME, NUM_NAMED = 30, 10, 20
-"""Largest numbers of confused class pairs, of worst and best classes, and of undecodable images
-that result.json lists."""
+"""Largest numbers of entries in result.json: confused class pairs, worst (and best) classes,
+undecodable images."""
 ROWS_PER_GROUP = 65_536
 MOST_NAMED, MOST_SHOWN, NUM_BLOCKS = 40, 200, 100
-"""Largest number of classes that the confusion figure names, and that have one cell each. More
+"""Largest number of classes with names, and with one cell each, in the confusion figure. More
 classes are merged into NUM_BLOCKS blocks."""
 
 
@@ -198,7 +198,7 @@ def draw(
 
 
 def draw_confusion(confusion: pd.DataFrame, names: Sequence[str], *, title: str) -> Figure:
-    """Draw one row for each true class. Colors show fractions of the images of this class."""
+    """Draw one row for each true class. Colors show fractions of the class's images."""
     size = len(names)
     num_blocks = size if size <= MOST_SHOWN else NUM_BLOCKS
     counts = confusion_matrix(confusion, names, size=num_blocks)

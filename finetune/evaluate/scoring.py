@@ -85,7 +85,7 @@ def scores_of(answers: Answers) -> dict[str, float]:
 
 
 def calibration(confidences_N: Floats, right_N: NDArray[np.bool_]) -> pd.DataFrame:
-    """Return count, mean confidence, accuracy, and gap between confidence and accuracy of each bin.
+    """Return count, mean confidence, accuracy, and gap between the two for each confidence bin.
 
     Bins have equal widths and include their upper edges.
     """

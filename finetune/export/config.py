@@ -54,7 +54,7 @@ class ExportSettings(Settings):
     revision: str | None = Field(None, examples=["v2"])
     """Branch to push to. Default: main."""
     private: bool = True
-    """Create a private repository. If true, a push to a public repository fails."""
+    """true: create a private repository, and fail if the repository is public."""
     record: RecordSettings = RecordSettings()
     allow_import: AllowedImport = None
 

@@ -165,7 +165,7 @@ def answers_of_pt2(path: Path) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def _quiet(graph: str) -> Iterator[None]:
-    """Hide the exporters' logs for developers, and turn their failures into one message."""
+    """Hide developer logs of an exporter, and raise a UserError if the exporter fails."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():

@@ -76,8 +76,8 @@ class Predictor:
 
     @property
     def squares(self) -> ImageSpec:
-        """Crop, size and filter that make an image square. The crop `center` replaces an unknown
-        crop and `full`, because evaluation then uses only the center."""
+        """Crop, size and filter that make an image square. `center` replaces an unknown crop and
+        `full`, because evaluation uses only the center of such images."""
         card = self.card
         return ImageSpec(
             image_size=card.stored_size or card.image_size,

@@ -26,8 +26,8 @@ from pretrain.models.imported import code_of
 VERSION = 2
 """Version of the feature computation. Increase it if a code change changes the features."""
 Which = Literal["train", "plain", "test"]
-"""Use of features. train: training of heads, augmented if there are views. plain: plain images of
-the split with the held-out samples. test: test split."""
+"""Use of features. train: to train heads (augmented if num_views > 0). plain: held-out samples, not
+augmented. test: test split."""
 
 
 class Wanted(NamedTuple):
@@ -65,7 +65,7 @@ class Cache:
         return self.settings.features_place / f"{self.manifest.name}-{split}-{name}-{key}"
 
     def temporary_of(self, place: Path) -> Path:
-        """Return a temporary directory of this run. Other jobs may write the same features."""
+        """Return a temporary directory for `place` that only this run uses."""
         writer = hash_of_json(str(Path(self.settings.run_dir).absolute()))[:8]
         return place.with_name(f"{TEMPORARY_PREFIX}{place.name}-{writer}")
 
@@ -136,7 +136,7 @@ class Cache:
 def check_room(
     settings: ProbeSettings | KnnSettings, manifest: Manifest, checkpoint: Checkpoint | None
 ) -> None:
-    """Fail if the features must be kept on disk but do not fit. With feature_precision=auto, fail
+    """Fail if the features must be kept on disk but do not fit. For feature_precision=auto, fail
     only if neither fp32 nor bf16 features fit."""
     image_size, channel_stats = settings.data.image_size, settings.channel_stats
     fed = Fed.of(checkpoint, manifest, image_size=image_size, channel_stats=channel_stats)

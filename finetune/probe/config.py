@@ -146,7 +146,7 @@ class ProbeSettings(FeatureSettings):
     nesterov: bool = True
     """Use Nesterov momentum (SGD only)."""
     tolerance: float = Field(1e-5, gt=0)
-    """lbfgs stops when no gradient entry exceeds this absolute value."""
+    """Largest absolute gradient entry at which lbfgs stops."""
     standardize: bool = True
     """Scale features to mean 0 and standard deviation 1 over the training split. The saved
     classifier includes this scaling."""
@@ -154,8 +154,8 @@ class ProbeSettings(FeatureSettings):
     """Number of augmented views of each training image. 0: train on plain images. Epoch e trains on
     view e mod num_views."""
     augment: AugmentSettings | None = Field(None, examples=[{"crop_scale": [0.4, 1.0]}])
-    """Augmentation of the views (needs num_views). View v is the image of epoch v of a training.
-    Settings that mix images are not valid."""
+    """Augmentation of the views (needs num_views). View v is the image that a training uses in
+    epoch v. mixup and cutmix are not supported."""
     holdout_fraction: float = Field(0.2, gt=0, lt=1)
     """Fraction of the training split that is held out to choose the best candidate. The test split
     never affects the choice."""

@@ -156,8 +156,8 @@ class FeatureMaker:
     def batch_size(self) -> int:
         """Number of images in a forward pass on each rank.
 
-        A default pass has about 10^12 operations on a GPU, to take longer than the launch of the
-        next pass.
+        On a GPU, the default is about 10^12 operations in a pass, which take longer than the launch
+        of the next pass.
         """
         checkpoint, given = self.backbone.checkpoint, self.settings.feature_batch_size
         if given is not None or checkpoint is None or self.device.type != "cuda":
@@ -247,7 +247,7 @@ class FeatureMaker:
         *,
         title: str,
     ) -> None:
-        """Compute and write this rank's rows. A GPU computes batches during the writing."""
+        """Compute and write this rank's rows. A GPU computes the next batches at the same time."""
         settings, size, device = self.settings, self.batch_size, self.device
         augmentation = self.backbone.augmentation(
             self.cache.augment, seed=settings.seed, device=device
@@ -285,7 +285,7 @@ class _File:
     dtype: "np.dtype[Any]"
     shape: tuple[int, int]
     hashes: dict[int, str] = field(default_factory=dict)
-    """sha256 of each slice that this rank wrote, by the number of its first row."""
+    """Hash of each slice that this rank wrote, by the number of its first row."""
 
     @contextmanager
     def opened(self) -> Iterator[None]:

@@ -30,10 +30,10 @@ from pretrain.ranks.world import World
 from pretrain.tracking.run_tags import target_of
 
 _CLOSEST = 1e-6
-"""Smallest cosine distance that a vote with weights=distance divides by."""
+"""Lower bound of the cosine distance in votes with weights=distance."""
 _GRID, _MOST_ROWS = 2**23, 2**29
-"""Similarity steps in 1, and largest number of training rows. A key is similarity * _GRID *
-_MOST_ROWS - row. Keys are below 2^53, so doubles represent them exactly."""
+"""Number of similarity steps in 0..1, and largest number of training rows. A key is similarity *
+_GRID * _MOST_ROWS - row. Keys are below 2^53, so doubles represent them exactly."""
 _MOST_TRAINING = 2048
 """Largest number of training rows in a block. Larger blocks are not faster."""
 

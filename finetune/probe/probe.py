@@ -335,7 +335,7 @@ def best_of(judged: list[Judged], *, num_held: int) -> Judged:
 
 
 def edges(best: Judged, judged: list[Judged]) -> list[str]:
-    """Return a hint for each grid setting whose best value is the smallest or largest value."""
+    """Return a hint for each grid setting whose best value is at an end of its list."""
     hints = []
     tied = [each.candidate for each in judged if each.score.top1 == best.score.top1]
     for name, field in (("lrs", "lr"), ("weight_decays", "weight_decay"), ("epochs", "epochs")):

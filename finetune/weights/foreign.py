@@ -187,7 +187,7 @@ def _scaling_mlp(found: Shapes, activation: Activation) -> Layout:
 
 
 def _mixer(found: Shapes, activation: Activation) -> Layout:
-    """(A gmixer has the names of a Mixer, but its fc2 has another shape, so `convert` fails.)"""
+    """(A gmixer has the names of a Mixer, but `convert` fails because fc2 has another shape.)"""
     channels, colors, patch, width = _sizes(
         found, "stem.proj.weight", "channels", "colors", "height", "width"
     )

@@ -1,8 +1,8 @@
 """`finetune import`: convert a file of other weights to a checkpoint folder.
 
 Names and shapes (foreign.py) show neither normalization nor class names nor activation. These come
-from the first source that has them: the command line, the config next to the file, a word in the
-file's name, the default of the family.
+from the first source that has them: command line, config next to the file, word in the file's name,
+default of the family.
 """
 
 import argparse
@@ -35,7 +35,7 @@ NORMALIZATIONS: dict[Family, dict[str, Normalization]] = {
     "scaling_mlps": {"cifar": CIFAR, "stl10": STL10, "": IMAGENET},
     "timm": {"miil": NONE, "": HALF},
 }
-"""Normalization by a word in the file's name, from the public data_stats.py of scaling_mlps and
+"""Normalization for file names with a word, from the public data_stats.py of scaling_mlps and
 timm's default_cfgs."""
 SQUARES: dict[str, Any] = {
     "stored_crop": "longer_side",
