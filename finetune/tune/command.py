@@ -103,7 +103,7 @@ def _tune(options: argparse.Namespace) -> int:
     if world.is_first:
         result = finished_result(run_dir) if finished else None
         words = in_words(result, baselines=data.baselines) if result else None
-        print(f"{run_dir}: {words or 'stopped; the same command resumes'}")
+        print(f"{run_dir}: {words or 'interrupted; the same command resumes the runs'}")
     return leave(finished, run_dir=None, is_first=world.is_first)
 
 
