@@ -1,9 +1,9 @@
-"""Cost of a checkpoint for training: the stall, and the slower steps during the write.
+"""Cost of a checkpoint during training: the stall, and slower steps during the write.
 
     .venv/bin/python benchmarks/checkpoint.py [--quick]
 
 One rank, ZeRO 1, AdamW. Each round first times steps without a checkpoint. Then the writer takes a
-checkpoint (the stall), and steps continue until it is on disk, in a temporary directory.
+snapshot (the stall), and steps continue until the checkpoint is on disk, in a temporary directory.
 """
 
 import os
@@ -101,7 +101,7 @@ def main() -> None:
     size_gb = log["usage/checkpoint_gb"]
     print_table(
         f"{spec.label}, batch {batch:,}, a checkpoint of {size_gb:.2f} GB",
-        ("", "median s", "in steps"),
+        ("", "median s", "x step"),
         [
             (name, f"{statistics.median(values):.3f}", f"{ratio(found, name, 'step'):.2f}")
             for name, values in found.items()

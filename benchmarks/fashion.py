@@ -2,11 +2,11 @@
 
     .venv/bin/python benchmarks/fashion.py         trains, writes RESULTS, and prints README's table
     .venv/bin/python benchmarks/fashion.py --show  only prints the table of RESULTS
-    .venv/bin/python benchmarks/fashion.py --tune  prints accuracies of the peers' settings on a tenth of train
+    .venv/bin/python benchmarks/fashion.py --tune  prints accuracies of the peers' settings on a tenth of the training split
 
 The peers are scikit-learn's logistic regression and gradient boosting (on means of 2 x 2 pixels).
-The third peer is a small convolutional network with our epochs, batches and augmentation. Each
-training is a process with one thread; two run at a time. Minutes are CPU time of the complete
+The third peer is a small convolutional network with our epochs, batches and augmentation. Two
+trainings run at a time, each in a process with one thread. Minutes are CPU time of the complete
 process. You can interrupt the command and rerun it. Unfinished trainings begin again.
 """
 
@@ -42,7 +42,7 @@ SETTINGS = {
     "gradient boosting": (0.05, 0.1, 0.2),
     "CNN": (0.001, 0.003, 0.01),
 }
-"""Values to try: scikit-learn's C, and the learning rates."""
+"""Values to try: C of logistic regression, and learning rates of the other peers."""
 BEST = {"logistic regression": 0.3, "gradient boosting": 0.1, "CNN": 0.003}
 NUM_SEEDS = {"CNN": 5}
 EPOCHS, BATCH = 10, 128
@@ -115,8 +115,8 @@ def fit(name: str, setting: float, seed: int, dataset: str, split: str) -> Mappi
 
 
 def run_all(commands: Mapping[str, Sequence[str]], kept: Path) -> dict[str, dict[str, Any]]:
-    """Run the commands that have no result in `kept` or no run, two at a time. Return CPU minutes
-    of each command and the output of peers."""
+    """Run the commands without a result in the file `kept` or without a run, two at a time.
+    Return CPU minutes of each command, and the output of peers."""
     kept.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     done = {row["name"]: row for row in rows if "top1" in row or (RUNS / row["name"]).exists()}

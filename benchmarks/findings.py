@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/findings.py                   prints the result of each claim as Markdown
     .venv/bin/python benchmarks/findings.py baseline DATASET  fits logistic regression on a dataset
 
-`make findings` trains the runs and writes these tables. Errors are in percent, differences in
+`make findings` trains the runs and writes findings_*. Errors are in percent, differences in
 percentage points. Brackets are 95 % intervals.
 """
 
@@ -26,7 +26,7 @@ from analysis.sweeps.sweep import lines_of, places_of, with_variables
 
 TABLES = Path(__file__).parents[1] / "tests/analysis/points"
 LOGISTIC_ERROR = 17.13
-"""Test error of logistic regression: output of `baseline data/fashion-mnist-6k`."""
+"""Test error of logistic regression in percent, from `baseline data/fashion-mnist-6k`."""
 PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0)
 """Values of scikit-learn's C for logistic regression."""
 KINDS = ("normal", "RP")
@@ -34,8 +34,8 @@ WORDS = {True: "yes", False: "no"}
 
 
 def baseline(dataset: str) -> tuple[float, float]:
-    """Fit logistic regression on gray pixels; return the C that is best on `val`, and its test
-    error."""
+    """Fit logistic regression on gray pixels. Return the C with the best accuracy on `val`, and the
+    test error for this C."""
     name, seed = "logistic regression", 0
     best = max(PENALTIES, key=lambda c: fit(name, c, seed, dataset, "val")["top1"])
     return best, 100 * (1 - fit(name, best, seed, dataset, "test")["top1"])
@@ -61,10 +61,10 @@ class Comparison:
     values: "pd.Series[float]"
     side: Literal["above", "below"]
     arms: tuple[str, ...]
-    """Arms (groups of runs) that must beat the baseline."""
+    """Arms (groups of runs) that must beat logistic regression."""
     bound: float = 0.0
     equal: float = 1.0
-    """Two means count as equal if the interval of `values` is between -equal and equal."""
+    """Means count as equal if the interval of `values` is between -equal and equal."""
 
     @property
     def p(self) -> float:
@@ -92,8 +92,8 @@ def difference(
 def decide(
     comparisons: Sequence[Comparison], weak: Set[str]
 ) -> tuple[dict[str, set[str]], list[str]]:
-    """Return the outcome of each rule, and the table of the comparisons. Comparisons of an arm that
-    does not beat the baseline are not tested, and Holm's correction does not count them."""
+    """Return the outcome of each rule, and the table of the comparisons. Comparisons with `weak`
+    arms are not tested, and Holm's correction does not count them."""
     is_tested = [weak.isdisjoint(each.arms) for each in comparisons]
     p = holm(pd.Series([each.p for each in comparisons]).where(is_tested))
     rows, outcomes = [], defaultdict[str, set[str]](set)
@@ -133,7 +133,7 @@ def conclude(conclusions: Mapping[str, bool]) -> str:
 
 
 def locality(results: pd.DataFrame) -> list[str]:
-    """Decide docs/findings/locality.md."""
+    """Decide the claim of docs/findings/locality.md."""
     errors, rates = errors_and_rates(results, ("pixels", "network"), 120)
     in_order, permuted = errors["in-order"], errors["permuted"]
     cost = permuted - in_order
@@ -176,7 +176,7 @@ def locality(results: pd.DataFrame) -> list[str]:
 
 
 def width(results: pd.DataFrame) -> list[str]:
-    """Decide docs/findings/width.md."""
+    """Decide the claim of docs/findings/width.md."""
     data = with_variables(results)[0].assign(percent=100 * results.error)
     errors, rates = (
         data.pivot(index=["channels", "tokens"], columns=["mixing", "seed"], values=values)
@@ -228,11 +228,11 @@ def width(results: pd.DataFrame) -> list[str]:
 
 
 BATCHES = [f"{schedule}-{epochs}" for schedule in ("cosine", "constant") for epochs in (10, 40)]
-"""Cases of rule 6 in `mlp`."""
+"""Schedules and epochs that rule 6 of `mlp` compares."""
 
 
 def mlp(results: pd.DataFrame) -> list[str]:
-    """Decide docs/findings/mlp.md."""
+    """Decide the claim of docs/findings/mlp.md."""
     errors, rates = errors_and_rates(results, ("arm",), 100)
     weak = weak_arms(errors)
     gain = errors["inverted-mixup"] - errors["inverted"]
@@ -304,7 +304,7 @@ def slopes(values: pd.DataFrame, x: Sequence[float]) -> "pd.Series[float]":
 
 
 def depth(results: pd.DataFrame) -> list[str]:
-    """Decide docs/findings/depth.md."""
+    """Decide the claim of docs/findings/depth.md."""
     errors, rates = errors_and_rates(results, ("mixing", "network"), 50)
     gap = errors["RP"] - errors["normal"]
     weak = weak_arms(errors["normal"]) | weak_arms(errors["RP"])
@@ -353,7 +353,7 @@ def depth(results: pd.DataFrame) -> list[str]:
 
 
 def gain(results: pd.DataFrame) -> list[str]:
-    """Decide docs/findings/gain.md."""
+    """Decide the claim of docs/findings/gain.md."""
     errors, rates = errors_and_rates(results, ("init", "width"), 50)
     data = with_variables(results)[0]
     losses = data.pivot(index="seed", columns=["init", "width"], values="train_loss")

@@ -1,8 +1,8 @@
 """Common code of all benchmarks: `--quick`, rounds, tables of medians and ratios, the environment
 of peers, and the machine.
 
-A benchmark measures all contestants in every round, because the speed of a shared machine drifts.
-The result is the median over rounds of the ratio within a round.
+A benchmark measures all contestants (our code, peers and limits) in every round, because the speed
+of a shared machine drifts. A result is the median over rounds of the ratio within a round.
 """
 
 import argparse
@@ -24,7 +24,7 @@ T = TypeVar("T")
 Rates = dict[str, list[float]]
 HERE = Path(__file__).parent
 DATA = HERE / ".data"
-"""Folder of datasets that benchmarks make; git ignores it."""
+"""Folder for the datasets of benchmarks. Git ignores this folder."""
 PEERS = (
     "litdata==0.2.76",
     "mosaicml-streaming==0.10.0",
@@ -37,7 +37,7 @@ PEERS = (
     "webdataset==1.0.2",
 )
 FFCV = "ffcv==1.0.2"
-"""Packages of FFCV. They need a compiler and libraries: apt-get install libturbojpeg0-dev
+"""Requirement of FFCV. Its build needs a compiler and libraries: apt-get install libturbojpeg0-dev
 libopencv-dev pkg-config."""
 
 
@@ -48,7 +48,7 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="smallest sizes, to check that it runs: the figures mean nothing",
+        help="smallest sizes, to check that the code runs; ignore the figures",
     )
 
 
@@ -89,8 +89,8 @@ def rates(
     clock: Callable[[], float] = time.perf_counter,
     peers: Collection[str] = (),
 ) -> Rates:
-    """Return units per second of every contestant, one measurement per round after the warm-ups.
-    Each call returns its units, or (units, seconds). A peer that fails loses its row."""
+    """Return units per second of every contestant, one value per round after the warm-ups. A
+    contestant returns units, or (units, seconds). A peer that fails has no row."""
     found: Rates = {name: [] for name in contestants}
     for number in range(rounds + warm_ups):
         for name in list(found):
@@ -100,7 +100,7 @@ def rates(
             except PeerError as failure:
                 if name not in peers:
                     raise
-                print(f"{name}: the peer failed and gets no row: {failure}", flush=True)
+                print(f"{name}: the peer failed and gets no row ({failure})", flush=True)
                 del found[name]
                 continue
             units, took_s = done if isinstance(done, tuple) else (done, clock() - began_s)
@@ -110,7 +110,7 @@ def rates(
 
 
 def ratio(found: Rates, name: str, against: str) -> float:
-    """Return the median over rounds of the ratio within a round."""
+    """Return the median over rounds of `name`'s rate divided by `against`'s rate."""
     return statistics.median(a / b for a, b in zip(found[name], found[against], strict=True))
 
 
@@ -132,12 +132,10 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table."""
     return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
 
 
 def report(title: str, found: Rates, *, unit: str, against: str, headline: str) -> None:
-    """Print median, range and ratio of each contestant."""
     rows = [
         (
             name,
@@ -151,7 +149,7 @@ def report(title: str, found: Rates, *, unit: str, against: str, headline: str) 
 
 
 def keep(figures: dict[str, float]) -> None:
-    """Append figures to the file that benchmarks/gpu.py has chosen."""
+    """Append figures to the file BENCHMARK_FIGURES, which benchmarks/gpu.py reads."""
     with open(os.environ.get("BENCHMARK_FIGURES", os.devnull), "a") as file:
         print(json.dumps(figures), file=file)
 
@@ -167,8 +165,8 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """Return the commit; a copy without git sets COMMIT instead. Changes to docs/measured.md are
-    ignored, because benchmarks write to it."""
+    """Return the commit, or the environment variable COMMIT for a copy without git. Changes of
+    docs/measured.md are ignored, because benchmarks write to it."""
     if os.environ.get("COMMIT"):
         return os.environ["COMMIT"]
 

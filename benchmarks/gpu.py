@@ -1,12 +1,12 @@
 """Check the claims about GPUs on this machine, and write the table in docs/measured.md.
 
-    .venv/bin/python benchmarks/gpu.py [--only step data 'run-*']   groups or globs of parts
-    .venv/bin/python benchmarks/gpu.py --only make-64 run-b12 run-b6       section 4.5 of Scaling MLPs
-    .venv/bin/python benchmarks/gpu.py --quick              a dry run at small sizes, also on a CPU; writes its table next to --out
-    .venv/bin/python benchmarks/gpu.py --table FOUND ...    the table of several calls (benchmarks/gpu/call.sh)
+    .venv/bin/python benchmarks/gpu.py [--only step data 'run-*']      all parts, or groups and globs of parts
+    .venv/bin/python benchmarks/gpu.py --only make-64 run-b12 run-b6   section 4.5 of Scaling MLPs
+    .venv/bin/python benchmarks/gpu.py --quick              dry run at small sizes, also on a CPU; writes its table next to --out
+    .venv/bin/python benchmarks/gpu.py --table FOUND ...    table of several calls (benchmarks/gpu/call.sh)
 
-Each part is a command with a time limit. The table names failed parts. They do not stop the others,
-but the exit status is 1. Each part writes its figures to `--out`.
+Each part is a command with a time limit. A failed part does not stop other parts. The table names
+it, and the exit status is 1. `--out` has the figures of all parts.
 """
 
 import argparse
@@ -140,7 +140,7 @@ def _peers(quick: bool) -> list[Part]:
 
 
 def run(part: Part, *, logs: Path, limit_s: float) -> tuple[dict[str, Any] | None, str]:
-    """Run a part; return its figures (None if the command failed) and a verdict."""
+    """Run a part. Return its figures (None if the command failed) and a text, such as `ok (12 s)`."""
     log, figures = logs / f"{part.name}.log", logs.absolute() / f"{part.name}.json"
     figures.unlink(missing_ok=True)
     run_dir = next((Path(word[8:]) for word in part.words if word.startswith("run_dir=")), None)
@@ -179,7 +179,7 @@ def run(part: Part, *, logs: Path, limit_s: float) -> tuple[dict[str, Any] | Non
 
 
 def figures_of_run(run_dir: Path) -> dict[str, Any]:
-    """Return the scores of a run, and its median speeds without the first value."""
+    """Return the scores of a run, and the medians of its `usage/` metrics without the first value."""
     found = {}
     if (run_dir / "result.json").exists():
         result = json.loads((run_dir / "result.json").read_text())
@@ -196,10 +196,12 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="a dry run, also on a CPU")
+    parser.add_argument(
+        "--quick", action="store_true", help="dry run at small sizes, also on a CPU"
+    )
     parser.add_argument("--only", nargs="+", default=["*"], help="groups, or globs of parts")
     parser.add_argument("--budget-s", type=int, default=3600, help="seconds for all parts together")
-    parser.add_argument("--out", type=Path, help="the figures (default: found.json or dry.json in runs/gpu-measured)")  # fmt: skip
+    parser.add_argument("--out", type=Path, help="file for the figures (default: found.json or dry.json in runs/gpu-measured)")  # fmt: skip
     parser.add_argument("--table", type=Path, nargs="+", metavar="FOUND", help="only write the table of these figures")  # fmt: skip
     return parser.parse_args()
 
@@ -241,7 +243,7 @@ def main() -> int:
     print(f"\n{table(found)}")
     into = out.with_suffix(".md") if options.quick else None
     write_table(found, into=into)
-    print(f"written to {into or PAGE}")
+    print(f"wrote the table to {into or PAGE}")
     if found["failed"]:
         print(f"failed: {', '.join(found['failed'])}. Read the output in {logs}.")
     return int(bool(found["failed"] or NO_FIGURE in table(found)))

@@ -1,11 +1,11 @@
-"""Profile a training step of the real engine at full size, on a resident batch.
+"""Profile a training step of the real engine at full size, on a batch that stays on the device.
 
     gpu_profile.py [--model mlp_b12_wi1024] [--batch 16384] [--classes 11230] [--stage 1] [--compile]
                    [--augment]
 
-Prints time, images/s, and the fraction of the measured FLOP/s of a large product. The profile adds
-idle time of the device and the most expensive operations and kernels. `--augment` augments a stored
-batch in each step, on the same stream. Without a GPU, times are from the host (choose small sizes).
+The output has time, images/s, and FLOP/s as a fraction of the FLOP/s of a large matrix product. The
+profile adds idle time of the device and the most expensive operations and kernels. `--augment`
+augments a stored batch in each step. Without a GPU, times are from the CPU (choose small sizes).
 """
 
 import argparse
@@ -68,7 +68,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--augment", action="store_true")
     parser.add_argument("--steps", type=int, default=4, help="steps under the profiler")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of 10 steps without it")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of 10 steps without profiler")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""The table of the figures of benchmarks/gpu.py: a row for each claim, with its goal."""
+"""Table of the figures of benchmarks/gpu.py: a row for each claim, with its goal."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from frame import HERE, markdown
 
 PAGE = HERE.parent / "docs" / "measured.md"
 BEGIN, END = "<!-- benchmarks/gpu.py writes from here -->", "<!-- to here -->"
-NO_FIGURE = "its parts have no such figure"
+NO_FIGURE = "its parts lack a figure"
 EPOCH = 12.5e6
 """Number of images in ImageNet-21k."""
 PROCESSED_EPOCH = 11_801_680
@@ -23,9 +23,9 @@ class Row:
     claim: str
     goal: str
     parts: tuple[str, ...]
-    """Names of the parts whose figures `value` takes."""
+    """Names of the parts whose figures are the arguments of `value`."""
     value: Callable[..., Any]
-    """Function that computes the value from the parts' figures, or None if these need a GPU."""
+    """Function of the parts' figures. It returns None if the value needs a GPU."""
     form: str = "{:.2f} x"
     is_met: Callable[[float], bool] | None = None
 
@@ -118,17 +118,16 @@ ROWS = (
 
 
 def kind_of(found: dict[str, Any]) -> tuple[Any, ...]:
-    """Return commit, machine and other properties that all figures of a table share."""
+    """Return the properties that all figures of a table share, such as commit and machine."""
     return tuple(found.get(key) for key in ("machine", "commit", "num_gpus", "is_dry_run"))
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the table with a row for each claim."""
     count = f"{found['num_gpus']} x " if found["num_gpus"] else ""
     place = f"{count}{found['machine']}, torch {found.get('torch', 'unknown')}, commit {found['commit']}, {found['date']}"  # fmt: skip
     head = f"On {place}; all ratios are between figures of this machine and commit."
     if found.get("is_dry_run"):
-        head = f"A dry run of small models at small sizes: the figures mean nothing. {head}"
+        head = f"A dry run of small models at small sizes. Ignore the figures. {head}"
     rows = ((row.claim, row.goal, *row.cells(found)) for row in ROWS)
     lines = markdown(("", "goal", "found", ""), rows)
     failed = f"\n\nFailed: {', '.join(found['failed'])}." if found["failed"] else ""
@@ -136,7 +135,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def write_table(found: dict[str, Any], page: Path = PAGE, *, into: Path | None = None) -> None:
-    """Replace the table in docs/measured.md, or write a copy of that page to `into`."""
+    """Replace the table in `page`, or write a copy of the page with the new table to `into`."""
     text = page.read_text()
     before, began, rest = text.partition(BEGIN)
     _, ended, after = rest.partition(END)
@@ -149,7 +148,7 @@ def together(places: list[Path]) -> dict[str, Any]:
     """Merge the figures of several calls on one machine and commit."""
     every = [json.loads(place.read_text()) for place in places]
     if len(kinds := {kind_of(each) for each in every}) > 1:
-        sys.exit(f"--table: the files are from different machines or commits: {kinds}")
+        sys.exit(f"--table: the files need one machine and commit, but have {kinds}.")
     figures = {name: value for each in every for name, value in each["figures"].items()}
     failed = sorted({name for each in every for name in each["failed"]} - figures.keys())
     return every[-1] | {"figures": figures, "failed": failed}

@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/images.py OUT [--images 98304] [--classes 11230] [--size 64]
 
-builds a raw dataset. Images are noise with the spectrum of photographs.
+The command builds a raw dataset. Images are noise with the spectrum of photographs.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from data_prep.cli import main as data_prep
 
 CORES = len(os.sched_getaffinity(0))
 SAMPLES_PER_SHARD = 512
-"""Number of samples per shard. It is small, so that a batch takes few samples from each of many
-shards, as in a large dataset."""
+"""Samples per shard: few, so that a batch takes few samples from each of many shards, as in a large
+dataset."""
 STEEPNESS = 1.6
 
 
@@ -59,8 +59,8 @@ def image_files(
     num_classes: int = 10,
     num_names: int = 1,
 ) -> Path:
-    """Write images to class folders, each under `num_names` names. Without a size, images have
-    about 400 pixels per side."""
+    """Write images to class folders, each image under `num_names` file names. Without a size,
+    images have about 400 pixels per side."""
     if not folder.exists():
         temporary = folder.with_suffix(".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -90,7 +90,6 @@ def folder_dataset(
 
 
 def shapes_dataset(size: int, per_class: int, *, num_val: int = 1, encoding: str = "raw") -> Path:
-    """Build a dataset of synthetic shapes in 48 classes."""
     out = DATA / f"shapes-{size}-{per_class}-{num_val}-{encoding}"
     words = [f"source.num_train_per_class={per_class}", f"source.num_val_per_class={num_val}"]
     words += [f"source.image_size={size}", f"image_size={size}", f"encoding={encoding}"]

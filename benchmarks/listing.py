@@ -1,11 +1,11 @@
-"""Cost of listing 14 million simulated inputs in 20,000 containers, the size of ImageNet-21k.
+"""Cost of planning a build of 14 million simulated inputs in 20,000 tars, as in ImageNet-21k.
 
-The benchmark runs the plan of `data_prep build`: inventory on disk, classes, validation split,
-shuffled order, shards. It reads only names.
+The benchmark runs the planning of `data_prep build`: inventory on disk, classes, validation split,
+shuffled order, shards. It reads no images.
 
     python benchmarks/listing.py [--quick]
 
-Prints time and peak memory for n and 10 n inputs. Only the columns grow, and they are on disk.
+The output has time and peak memory for n and 10 n inputs. Only columns on disk grow.
 """
 
 import resource
@@ -63,7 +63,7 @@ class Simulated(Source):
 
 
 def plan(num_inputs: int) -> None:
-    """List and plan in this process, and print time and memory."""
+    """Plan a build in this process, and print time and memory."""
     out = DATA / f"listing-{num_inputs}"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -78,8 +78,8 @@ def plan(num_inputs: int) -> None:
     seconds = time.monotonic() - began_s
     print(
         f"{num_inputs:>12,} inputs  {len(work.shards):>6,} shards  {seconds:6.1f} s "
-        f" {num_inputs / seconds:>9,.0f}/s  peak {peak_kb / 1024:6,.0f} MB (of them"
-        f" {before_kb / 1024:,.0f} MB before)  {on_disk / 1e6:6,.0f} MB on disk",
+        f" {num_inputs / seconds:>9,.0f}/s  peak {peak_kb / 1024:6,.0f} MB"
+        f" ({before_kb / 1024:,.0f} MB at the start)  {on_disk / 1e6:6,.0f} MB on disk",
         flush=True,
     )
     shutil.rmtree(out)

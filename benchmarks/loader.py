@@ -4,14 +4,14 @@
 
 All data is shuffled, in the page cache, and delivered as torch tensors on all cores. No contestant
 hashes data (data.verify_hashes=never); benchmarks/train.py has a row with hashes. Each contestant is
-a separate process (ours.py, peers.py) that runs complete passes in turn. Times include everything
-that the design of a contestant restarts for a pass.
-  raw      64 px, uint8 batches of 1,024; the limit copies random rows of the same bytes in memory to one buffer
+a separate process (ours.py, peers.py). The processes run complete passes in turn. Times include all
+work that a loader repeats for each pass.
+  raw      64 px, uint8 batches of 1,024. Limit: copy random rows of the same bytes in memory to one buffer
   recipe   the same images with random resized crop (0.4 to 1), flip, MixUp 0.8, as normalized float32 batches
-  jpeg     224 px, 4:2:0, quality 90, to uint8 batches of 256; the limit decodes the same bytes in memory
-The raw table also prints the private memory (RssAnon) of our process over one epoch.
-benchmarks/gpu.py measures the input of GPUs. Slow loaders get fewer images in `raw`, and all loaders
-do in `recipe`. Failed and missing peers have no row.
+  jpeg     224 px, 4:2:0, quality 90, to uint8 batches of 256. Limit: decode the same bytes in memory
+The raw benchmark also prints the private memory (RssAnon) of our process before and after an epoch.
+benchmarks/gpu.py measures the input of GPUs. Slow loaders read fewer images in `raw`, and all
+loaders in `recipe`. Failed and missing peers have no row.
 """
 
 import argparse
@@ -66,7 +66,7 @@ class Contestant:
             write_for(self.name, self.task)
             answer = self.checked = self.server.ask("run", self.task, check=True)
             if answer["count"] != self.task.num_samples:
-                raise PeerError(f"{answer['count']:,} of {self.task.num_samples:,} images")
+                raise PeerError(f"read {answer['count']:,} of {self.task.num_samples:,} images")
         return answer["count"], answer["seconds"]
 
 
@@ -86,7 +86,6 @@ def tasks(options: argparse.Namespace) -> dict[str, tuple[Task, Task]]:
 
 
 def measure(kind: str, task: Task, few: Task, *, rounds: int, seconds: float) -> None:
-    """Measure the contestants of one table and print it."""
     limit = LIMITS[kind]
     peers = (*PEERS, MIXED_BY_TORCH) if kind == "recipe" else PEERS
     task_of = {
@@ -107,7 +106,7 @@ def measure(kind: str, task: Task, few: Task, *, rounds: int, seconds: float) ->
                 }
                 assert len({*totals.values()}) <= 1, f"different pixels: {totals}"
             before_mb, after_mb = contestants[OURS].checked["memory_mb"]
-            print(f"our private memory: {before_mb:,.0f} MB, after an epoch {after_mb:,.0f} MB")
+            print(f"our private memory: {before_mb:,.0f} MB, {after_mb:,.0f} MB after an epoch")
     show(kind, task, found, rounds=rounds)
 
 

@@ -7,16 +7,16 @@ Each contestant takes a step on one batch: forward, and backward to all weights 
 images. It runs in fp32 on a CPU and in bf16 on a GPU.
 
   products      the same matrix products on prepared tensors, without other operations
-  products, 8   the same with every size padded to a multiple of 8, as in pretrain/models/layers/linear.py
+  products, 8   these products with every size padded to a multiple of 8, as in pretrain/models/layers/linear.py
   plain         a direct translation of the paper's formula, eager (models_peers.py)
-  ours          eager, and compiled
+  ours          our model, eager and compiled
   normal        an RP model without its permutations, eager and compiled
   timm          timm's MlpMixer of the same shapes (if possible), eager and compiled
 
 `--compile blocks`, the default on a CPU, compiles each block separately, because compiling is slow
 and equal blocks share one graph. `kept` counts the bytes that a forward pass keeps for the backward
 pass, without weights and images. --cpu-time counts CPU seconds of one thread instead of wall time.
-Use it if others use the same cores.
+Use --cpu-time if other processes use the same cores.
 """
 
 import argparse
@@ -106,8 +106,6 @@ def repeated(run: Callable[[], None]) -> Callable[[], float]:
 
 
 class Contestants:
-    """The contestants of one model on one batch."""
-
     def __init__(self, name: str, options: argparse.Namespace, *, batch: int):
         spec, size = spec_of(name), preset(name).image_size
         shapes = {
@@ -178,7 +176,7 @@ def show(name: str, found: Rates, kept: dict[str, int], options: argparse.Namesp
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_sizes(parser)
-    parser.add_argument("--only", default="", help="some of " + ", ".join(MODELS))
+    parser.add_argument("--only", default="", help="models from " + ", ".join(MODELS))
     parser.add_argument("--batch", type=int)
     parser.add_argument(
         "--compile",

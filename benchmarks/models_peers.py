@@ -1,5 +1,5 @@
 """Peers of our models in benchmarks/models.py: direct translations of the papers' formulas, timm's
-MlpMixer, and bare products.
+MlpMixer, and bare matrix products.
 
 Shapes: B batch, S tokens, C channels, N rows of a product.
 """
@@ -141,8 +141,8 @@ class PlainMixer(nn.Module):
 
 
 def timm_mixer(spec: AnySpec, *, num_classes: int, image_size: int) -> nn.Module | None:
-    """Return timm's MlpMixer of the same shapes; None if timm cannot build it (S != S0,
-    permutations, or one layer per mixing)."""
+    """Return timm's MlpMixer of the same shapes; None if timm cannot build it (other number of
+    tokens than patches, permutations, or one layer per mixing)."""
     can = isinstance(spec, MixerSpec) and spec.layers_per_mixing == 2 and spec.num_tokens is None
     if not can or spec.permuted_blocks:
         return None
@@ -202,8 +202,8 @@ def products_of(model: nn.Module, images: Tensor) -> list[Product]:
 
 
 def step_flops(products: list[Product]) -> int:
-    """Return FLOPs of the forward product and both backward products. The images of the first
-    layer need no gradient."""
+    """Return FLOPs of the forward product and both backward products of each layer. The first layer
+    computes no gradient of the images."""
     return 3 * sum(product.flops for product in products) - products[0].flops
 
 

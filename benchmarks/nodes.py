@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/nodes.py [--quick]
 
 An HTTP server on loopback has the shards. Each simulated node has two ranks and a cache for 40 % of
-the dataset. The ranks of all nodes read two epochs of block shuffle. The table shows the largest
+the dataset. The ranks of all nodes read two epochs with block shuffle. The table shows the largest
 number of bytes that one node fetched in each epoch, relative to the dataset.
 """
 

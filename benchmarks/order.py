@@ -1,4 +1,4 @@
-"""Cost of the order of a large run, and the mixing of classes by the block shuffle.
+"""Cost of the sample order of a large run, and mixing of classes by the block shuffle.
 
     .venv/bin/python benchmarks/order.py [--quick]
 
@@ -8,8 +8,8 @@ next line shows the time to open a reader of 1,400 shards (links to one empty ta
 The last value is the time to resume a `ShardLoader` until its first batch of 64.
 
 Mixing: 11 million samples of 10,450 classes. The second table shows the number of different classes
-in a global batch for each shuffle. `data_prep build` stores splits `shuffled`; `by class` is the
-worst case of an indexed dataset.
+in a global batch for each shuffle. `data_prep build` stores samples `shuffled`. Samples stored
+`by class` are the worst case of an indexed dataset.
 """
 
 import itertools
@@ -124,7 +124,7 @@ def order_of(shuffle: str, block_size: int, window_blocks: int, streams: int) ->
 
 
 def mixed_classes(order: Line, classes: Ids, *, num_batches: int) -> float:
-    """Return the median number of classes in a batch over two epochs."""
+    """Return the median number of different classes in a batch over two epochs."""
     starts = np.linspace(0, 2 * MIXED_SAMPLES - GLOBAL_BATCH, num_batches).astype(np.int64)
     return statistics.median(
         len(np.unique(classes[order.locate(np.arange(start, start + GLOBAL_BATCH))[1]]))
@@ -138,7 +138,7 @@ def main() -> None:
     num_batches = sized(options, full=30, quick=4, dry=1)
     print_table(
         "cost for one of 256 ranks, 14 M samples",
-        ("shuffle", "an epoch", "memory grown"),
+        ("shuffle", "an epoch", "memory growth"),
         [cost(shuffle, num_steps=num_steps) for shuffle in ("full", "block")],
     )
     print(opening())

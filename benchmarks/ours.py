@@ -1,11 +1,11 @@
 """Our code and its limits as contestants of loader.py, stores.py and prep.py.
 
-`python ours.py NAME` serves requests:
+`python ours.py NAME` answers requests (serving.py) as one of these contestants:
 
 ours            batches from local or remote shards, augmented in the loader's threads, as in `pretrain train`
 random copy     copies random rows of one tensor with the same pixels to one buffer
 libjpeg-turbo   decodes the same JPEG bytes from memory on every core; photographs at half scale, like our drafts
-four readers    reads the shards to memory by four connections: the throughput of the link
+four readers    reads the shards over four connections, to measure the throughput of the link
 """
 
 import multiprocessing
@@ -35,10 +35,10 @@ from pretrain.data.reader import ShardReader, open_store
 
 assert aiohttp, fsspec.implementations.http  # imported before the clock starts
 PREFETCH, IDLE_S = 2, 0.02
-"""Number of batches to prefetch (three buffers nearly fit into the CPU cache), and a pause in
-seconds that means that another contestant has run."""
+"""Number of batches to prefetch (three buffers nearly fit into the CPU cache), and the pause in
+seconds after which prefetched batches are dropped."""
 BLOCKS = (512, 8)
-"""Size and number of the blocks of a block shuffle."""
+"""Samples per block and blocks per window of the block shuffle."""
 RECIPE = AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8)
 NUM_CONNECTIONS = 4
 

@@ -1,5 +1,5 @@
-"""The peers of loader.py, stores.py and prep.py. `python peers.py NAME` serves requests, with the
-interpreter of the peers' environment.
+"""The peers of loader.py, stores.py and prep.py. `python peers.py NAME` answers requests
+(serving.py), with the interpreter of the peers' environment.
 
 Each peer has its best settings, and the same work: a shuffled pass of complete batches of tensors.
   all but FFCV   a DataLoader with a persistent worker process per core; workers stack uint8 batches. JPEGs are stored as bytes
@@ -15,10 +15,10 @@ normalization for the batch, to float32.
   FFCV           FFCV's ImageMixup, LabelMixup and NormalizeImage (`FFCV`), or MixUp and normalization by torch on the batch
                  (`FFCV, mixed by torch`, like the other peers).
   others         torchvision v2 on uint8 tensors in the workers; MixUp and normalization by torch on the batch, on all cores.
-Remote datasets have the same bound of the cache for all contestants. MosaicML reads the server as
-s3 and shuffles in blocks of 16,384 (three of its shards). litdata reads s3, webdataset URLs.
-Photographs: decode at full scale, central square, antialiased resize, write with labels, on all
-cores. cv2 decodes, because it is faster. The img2dataset-style writers make a tar per job.
+For remote datasets, all contestants have the same cache size. MosaicML and litdata read the server
+as S3, webdataset reads URLs. MosaicML shuffles in blocks of 16,384 (three of its shards).
+Photographs: decode at full scale with cv2 (or PIL), central square, antialiased resize, write with
+labels, on all cores. Writers in the style of img2dataset make one tar per job.
 """
 
 import importlib
@@ -50,7 +50,6 @@ Read = Callable[[str], Any]
 
 
 def pixels(task: Task, path: str) -> np.ndarray:
-    """Return an image, resized for the task."""
     data = Path(path).read_bytes()
     if path.endswith(".ppm"):
         shape = (task.image_size, task.image_size, 3)
@@ -84,7 +83,7 @@ def to_sample(read: Read, item: Item) -> dict[str, Any]:
 
 
 def mixed(images_BCHW: torch.Tensor) -> torch.Tensor:
-    """Return the batch, normalized and mixed with its neighbors by one weight (MixUp)."""
+    """Return the normalized batch. MixUp mixes each image with its neighbor, by one weight."""
     mean = torch.tensor(MEAN).mul(255).view(1, 3, 1, 1)
     scale = torch.tensor(STD).mul(255).reciprocal().view(1, 3, 1, 1)
     normalized = images_BCHW.float().sub_(mean).mul_(scale)
@@ -142,8 +141,6 @@ class Peer:
 
 
 class Indexed:
-    """A dataset for FFCV's writer."""
-
     def __init__(self, task: Task, read: Read):
         self.items, self.read = task.items(), read
 
@@ -240,7 +237,8 @@ class Mosaic(Streaming):
     module = "streaming"
 
     def write(self, task: Task, read: Read, out: Path) -> None:
-        """Write one directory per process and merge them, as MosaicML documents."""
+        """Write one directory per process and merge the directories, as MosaicML's documentation
+        says."""
         from streaming.base.util import merge_index
 
         items = task.items()
@@ -252,7 +250,7 @@ class Mosaic(Streaming):
     def where(self, task: Task) -> dict[str, Any]:
         from streaming.base.util import clean_stale_shared_memory
 
-        clean_stale_shared_memory()  # otherwise it waits for a killed process
+        clean_stale_shared_memory()  # otherwise MosaicML waits for killed processes
         written = task.written_by("MosaicML streaming")
         words: dict[str, Any] = {"local": str(written), "batch_size": task.batch_size}
         if task.url:
@@ -373,7 +371,6 @@ def main() -> None:
     importlib.import_module(peer.module)
 
     def write(task: Task, *, out: str) -> Answer:
-        """Write the samples in the peer's format."""
         Path(out).mkdir(parents=True)
         began_s = time.perf_counter()
         peer.write(task, partial(peer.read, task), Path(out))

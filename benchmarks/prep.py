@@ -5,13 +5,13 @@
 Files are JPEGs of about 400 pixels, 4:2:0, quality 90, about 33 kB (images.py), in class folders
 and in the page cache. All contestants convert them to raw 64-pixel squares on all cores:
 
-  ours           `data_prep build`: with index, hashes, statistics, manifest, fsync; drafts if possible
+  ours           `data_prep build` with index, hashes, statistics, manifest, fsync; JPEG drafts if possible
   ours, full     the same with draft=false: every JPEG decoded at full scale, like the peers
   the peers      DatasetWriter (FFCV), MDSWriter (MosaicML), optimize (litdata), and tars like img2dataset (peers.py)
   libjpeg-turbo  only decodes the bytes in memory, a process per core, at half scale like our drafts
 
-The clock starts in the working process after its imports, and includes the start of its worker
-processes. Failed and missing peers have no row.
+The clock starts after the imports of a contestant, and includes the start of its worker processes.
+ Failed and missing peers have no row.
 """
 
 import shutil
@@ -34,7 +34,7 @@ import data_prep.cli
 PEERS = ("cv2 -> tars", "PIL -> tars", "FFCV", "MosaicML streaming", "litdata")
 OUT = DATA / "prep-out"
 NUM_NAMES = 6
-"""Number of files for each image, to have many files of few images."""
+"""Number of files with the same image, to have many files of few images."""
 LIMIT = "libjpeg-turbo"
 SERVE_BUILD = f"""
 import sys
@@ -43,7 +43,7 @@ from prep import build
 from serving import serve
 serve({{"build": build}})
 """
-"""Code of the process that builds. It is a string, because workers would import a file."""
+"""Code of the build process. It is a string, because worker processes would import a file."""
 
 
 def photographs(num_different: int) -> Task:
@@ -53,7 +53,6 @@ def photographs(num_different: int) -> Task:
 
 
 def build(task: Task, *, out: str, settings: list[str]) -> Answer:
-    """Build a dataset of the task's files."""
     words = ["build", "--source", "folder", "--out", out, f"source.path={task.files}", *settings]
     began_s = time.perf_counter()
     assert data_prep.cli.main(words) == 0
@@ -74,8 +73,8 @@ def written(
 
 
 def peak_memory_mb(files: str) -> float:
-    """Return the peak memory of all processes of our build in MB. It is PSS (private pages and a
-    fraction of shared pages), measured ten times a second."""
+    """Return the peak of the total PSS of our build's processes in MB, measured ten times a second.
+    PSS is private pages and a fraction of shared pages."""
     shutil.rmtree(OUT, ignore_errors=True)
     words = ["build", "--source", "folder", "--out", str(OUT), f"source.path={files}"]
     build = subprocess.Popen(

@@ -1,8 +1,8 @@
 """Run a contestant as a process that answers requests, one JSON line each way.
 
-Every contestant has its own interpreter and stays warm between rounds, so one run measures all of
-them in turn. This file has both sides. It needs only the standard library, because the peers'
-interpreter has no package of this repository.
+Every contestant has its own interpreter and keeps running between rounds, so one benchmark measures
+all contestants in turn. This file has the code of both sides. It needs only the standard library,
+because the peers' interpreter has no package of this repository.
 """
 
 import json
@@ -22,7 +22,7 @@ Answer = dict[str, Any]
 PATIENCE_S = 240.0
 """Time limit of a request in seconds. A slower peer counts as hanging."""
 CACHE_GB = 0.62
-"""Cache size for remote datasets. Our loader requests 32,768 samples in advance."""
+"""Cache size in GB for remote datasets. Our loader requests 32,768 samples in advance."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Task:
     shuffle: str = "full"
 
     def written_by(self, peer: str) -> Path:
-        """Directory of the samples in the format of a peer."""
+        """Return the directory of the samples in the format of a peer."""
         return Path(f"{self.shards}-{peer}-{self.num_samples}")
 
     def items(self) -> list[tuple[str, int]]:
@@ -74,9 +74,9 @@ class Passes:
     def run(
         self, task: Task, *, seconds: float = 0.0, pause_s: float = 0.0, check: bool = False
     ) -> Answer:
-        """Run complete passes for `seconds`, at least one. The time of the first request includes
-        opening the loader. `pause_s` replaces a training step after each batch; `check` sums the
-        pixels."""
+        """Run complete passes for `seconds`, at least one pass. The time of the first request
+        includes opening the loader. `pause_s`: pause after each batch, as for a training step.
+        `check`: sum the pixels."""
         memory_mb, first_s = [private_mb()], 0.0
         count, total, began_s = 0, 0, time.perf_counter()
         self.opened = self.opened or self.loader.open(task)
@@ -106,7 +106,7 @@ def private_mb() -> float:
 
 
 def serve(actions: dict[str, Callable[..., Answer]]) -> None:
-    """Answer requests until the other side closes. Output of libraries goes to standard error."""
+    """Answer requests until standard input closes. Output of libraries goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     answer: Answer = {}
@@ -173,7 +173,7 @@ class Server:
             patience.cancel()
         if not line:
             self._log.seek(0)
-            reason = self._log.read().strip().splitlines() or [f"silent for {PATIENCE_S:.0f} s"]
+            reason = self._log.read().strip().splitlines() or [f"no answer in {PATIENCE_S:.0f} s"]
             raise PeerError(reason[-1][-200:])
         answer: Answer = json.loads(line)
         return answer

@@ -6,7 +6,7 @@ Time is for forward and backward of one layer at batch 128, fp32, two threads, w
 input, weights and bias. The time of the masked layer does not depend on the density.
 Memory is for training with Lion: weights, gradient and one state in fp32. A masked layer adds the
 mask as bytes, and the product of weights and mask for the backward pass. A sparse layer adds the
-pattern and its transpose as int32. AdamW has one more state. Both have the same activations.
+pattern and its transpose as int32. AdamW has one more state. Both layers keep the same activations.
 """
 
 import statistics

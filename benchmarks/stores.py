@@ -5,15 +5,15 @@
 This takes minutes. The first call makes the images and installs the peers.
 
 The server (stores_link.py, a separate process on this machine) answers each request after 20 ms
-and sends 100 MB/s in total. Rows show its CPU fraction, because it uses the same cores as the
+and sends 100 MB/s in total. Rows show its CPU usage, because it shares the cores with the
 readers. The data is `raw` of loader.py: 64 px, uint8 batches of 1,024. Each measurement is one pass
 of a fresh process after its imports. Caches are empty, and smaller than the dataset except with
 --quick. MosaicML shuffles over 16,384 samples, the others over about 4,096.
-  paced    a pause after each batch, in which half of the link could transfer the next; the clock starts at the first batch
+  paced    pauses, so that the demand is half of the link's throughput; the clock starts at the first batch
   unpaced  no pauses; the clock includes opening the index and the first shards
 
-"of the link" is the delivered bytes of images (in the contestant's format) as a fraction of
-100 MB/s. "moved" is the bytes on the link per byte of the dataset.
+"of the link": bytes of delivered images (in the contestant's format) as a fraction of 100 MB/s.
+"moved": bytes on the link per byte of the dataset.
 """
 
 import json
@@ -37,7 +37,7 @@ from stores_link import BYTES_PER_S, LATENCY_S
 
 LOCAL, OURS, PLAIN = "ours, local", "ours, http", "four readers"
 OF_OURS = {LOCAL: "ours", OURS: "ours", PLAIN: PLAIN}
-"""Contestants that ours.py serves -> their names in ours.py."""
+"""Contestants that ours.py serves, and their names in ours.py."""
 PEERS = ("webdataset", "MosaicML streaming", "litdata")
 BATCH_SIZE, SIZE = 1024, 64
 
@@ -61,7 +61,7 @@ class Pass:
             answer = server.ask("run", task, pause_s=self.pause_s)
             after = self._counts()
         if answer["count"] < task.num_samples - BATCH_SIZE:  # some peers drop an incomplete batch
-            raise PeerError(f"{answer['count']:,} of {task.num_samples:,} images")
+            raise PeerError(f"read {answer['count']:,} of {task.num_samples:,} images")
         self.answers.append(answer | {key: after[key] - before[key] for key in after})
         if self.pause_s:
             return answer["count"] - BATCH_SIZE, answer["seconds"] - answer["first_s"]

@@ -1,11 +1,11 @@
-"""The server and the link of `stores.py`: one directory over HTTP with ranges, also as S3 (HEAD,
-GET, path-style).
+"""Server and simulated link of stores.py: a directory over HTTP with range requests, also as S3
+(HEAD, GET, path-style).
 
     python stores_link.py ROOT
 
-prints its port, and serves /BUCKET/PATH for any bucket until it is killed. Each request waits
-20 ms, and all answers together get 100 MB/s. The link catches up on at most 20 ms of unused time,
-so late wake-ups do not slow it. GET /.counts returns bytes, requests and CPU seconds immediately.
+The server prints its port, and serves /BUCKET/PATH for any bucket. Each request waits 20 ms, and all
+responses share 100 MB/s. The link makes up for at most 20 ms of unused time, so late wake-ups do
+not slow it. GET /.counts returns bytes, requests and CPU seconds immediately.
 """
 
 import json
@@ -24,7 +24,7 @@ BURST_S, PIECE_BYTES = 0.02, 1 << 18
 
 
 class Link:
-    """State of the simulated link, which all connections share."""
+    """State of the simulated link that all connections share."""
 
     def __init__(self) -> None:
         self._lock, self._free_from_s = threading.Lock(), 0.0
@@ -36,7 +36,7 @@ class Link:
         time.sleep(LATENCY_S)
 
     def transmit(self, num_bytes: int) -> None:
-        """Wait for the time that the link needs to send this number of bytes."""
+        """Wait for the time that the link needs to send `num_bytes`."""
         with self._lock:
             self._free_from_s = (
                 max(self._free_from_s, time.monotonic() - BURST_S) + num_bytes / BYTES_PER_S

@@ -11,7 +11,7 @@ Contestants run the same number of steps with equal batches:
   plain DDP             the same model and optimizer in torch's DistributedDataParallel, on the prepared batch
   public step           the training step of Scaling MLPs: fp32 (TF32 on a GPU), eager, plain LION, `.item()` each step
   matmul limit          only the matrix products of the step, in the engine's precision
-Loaders have a steady speed before the clock starts.
+The clock starts when the loader has a steady speed.
 GPUs train B-12/Wi-1024 at batch 16,384 with the classes of ImageNet-21k, and Mixer-B-W at 224 px,
 in bf16. CPUs train smaller models in fp32, with the 48 classes of the images.
 """
@@ -49,7 +49,7 @@ from pretrain.ranks.world import World, read_world
 
 LABEL_SMOOTHING = 0.3
 AHEAD, NUM_THREADS = 4, min(8, len(os.sched_getaffinity(0)))
-"""Number of prefetched batches and of loader threads: the defaults of a training."""
+"""Numbers of prefetched batches and of loader threads, as by default in a training."""
 T = TypeVar("T")
 
 
@@ -104,9 +104,8 @@ class Bench:
         self.engine.train_step([batch], lr=1e-5)
 
     def from_shards(self) -> tuple[float, float]:
-        """Train from shards with a new loader, so that it does not slow other contestants. The
-        clock starts after some steps. The loader then has as many batches ready as when the clock
-        stops."""
+        """Train from shards with a new loader, because an open loader slows other contestants. The
+        clock starts after some steps, with as many batches ready as when it stops."""
         with Feed(self.batches(finish_for(self.augmentation)), self.augmentation) as feed:
             run = repeated(self.case, lambda: self.step(next(feed).prepared))
             repeated(self.case, lambda: self.step(next(feed).prepared), times=AHEAD + NUM_AHEAD)()

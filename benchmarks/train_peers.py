@@ -59,8 +59,8 @@ def public_step(
     label_smoothing: float,
     device: torch.device,
 ) -> Step:
-    """Return the step of *Scaling MLPs*: fp32 with TF32 products, eager, LION by its pseudo-code
-    (one weight at a time). It reads the loss in each step."""
+    """Return the step of *Scaling MLPs*: fp32 with TF32 products, eager, and LION as in its
+    pseudo-code (one weight at a time). Each step reads the loss."""
     model = plain(spec, num_classes=num_classes, image_size=image_size).to(device)
     optimizer = PlainLion(model)
 

@@ -84,7 +84,7 @@ def measure(world: World, stage: int, precision: str) -> tuple[str, ...]:
     formula = held(training)
     wanted = formula.on_device - (
         formula.bucket if stage < 3 else 0.0
-    )  # only stage 3 keeps it after backward
+    )  # only stage 3 keeps the bucket after backward
     numbers = (most[0], wanted, on_wire, bytes_sent(training))
     return str(stage), precision, *(f"{number / num_parameters:.2f}" for number in numbers)
 

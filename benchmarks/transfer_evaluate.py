@@ -177,9 +177,9 @@ def run(case: Case, world: World, device: torch.device, *, rounds: int) -> None:
         against="evaluate",
         headline=(
             f"evaluate: {ratio(found, 'evaluate', 'forward only'):.1%} of the forward pass,"
-            f" {statistics.median(both):.1%} of loader and forward pass on the same cores; one of"
-            f" {case.views} views: {ratio(found, one_pass, 'evaluate'):.1%} of the throughput of"
-            f" evaluate, {ratio(found, one_pass, many):.2f} x {case.views} passes"
+            f" {statistics.median(both):.1%} of loader and forward pass on the same cores;"
+            f" {case.views} views in one pass: {ratio(found, one_pass, 'evaluate'):.1%} of the"
+            f" throughput of evaluate, {ratio(found, one_pass, many):.2f} x {case.views} passes"
         ),
     )
 

@@ -1,4 +1,4 @@
-"""Cost of a linear probe compared with the public protocol, and of 25 cells compared with one.
+"""Cost of a linear probe compared with the public protocol, and of a grid with 25 cells and one.
 
     .venv/bin/python benchmarks/transfer_probe.py [--quick]
 
@@ -9,8 +9,8 @@ B-6/Wi-256 on a CPU. Images are synthetic, 64 px. Heads train with LION, batches
       ours              computes features once, from shards to a synced and hashed file, then trains heads (one cell)
       Order, schedule and head are equal. The table shows both accuracies.
   (b) one cell, 25      5 learning rates x 5 decays, heads of 10 and of 100 classes. The cost includes features of plain images,
-                        or of 50 augmented views (protocol of the paper; 50 times the time for plain images)
-  (c) features          throughput as a fraction of the forward pass of a resident batch
+                        or of 50 augmented views (the paper's protocol; 50 times the time of plain features)
+  (c) features          throughput as a fraction of the forward pass of one batch in memory
 
 Features and the forward pass of (c) have the default precision: fp32 on a CPU, bf16 on a GPU. The
 public way always uses fp32.
@@ -63,7 +63,7 @@ class Bench:
         return self.maker.tables(split, [None])[0]
 
     def compute_features(self) -> Table:
-        """Compute the features without using cached ones, and return them."""
+        """Delete the stored features, and return new ones."""
         shutil.rmtree(self.settings.features_place, ignore_errors=True)
         return self.features()
 
@@ -211,7 +211,7 @@ def against_the_public_way(bench: Bench, *, rounds: int) -> float:
             for name, score in scores.items()
         ],
     )
-    print(f"our epoch, including features, is {speedup:.1f} x as fast")
+    print(f"our epoch, including features, is {speedup:.1f} x as fast as the public way")
     return 1 / statistics.median(found["features"])
 
 

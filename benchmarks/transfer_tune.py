@@ -3,8 +3,8 @@ model and optimizer.
 
     .venv/bin/python benchmarks/transfer_tune.py [--quick]
 
-Both share the code of loop, loader and augmentation (see benchmarks/train.py). The engines differ:
-accelerate and DeepSpeed.
+Both use the same loop, loader and augmentation (see benchmarks/train.py). Tuning uses accelerate,
+and pretraining DeepSpeed.
 """
 
 import torch

@@ -1,15 +1,15 @@
-"""Use of a pretrained checkpoint, with the datasets, loader, step and tracking of `pretrain`.
+"""Commands that use a pretrained checkpoint. They share the data, step and tracking of `pretrain`.
 
-    probe/       features on disk, grids of linear heads, nearest neighbors
-    tune/        the training loop over accelerate
-    evaluate/    scores, figures, predictions, test-time augmentation
+    probe/       linear classifiers and nearest neighbors, on features stored on disk
+    tune/        fine-tuning with the training loop of `pretrain` and accelerate
+    evaluate/    scores, figures and predictions on a split, with test-time augmentation
     predict/     predictions for any images
-    export/      formats of other programs
-    weights/     weights of other projects
-    session.py   a short run: joined ranks, the frozen model, its record in MLflow
+    export/      conversion of a checkpoint to timm, ONNX and torch.export
+    weights/     conversion of weights from other projects
+    session.py   setup of a short run: process group, frozen model, MLflow record
     split.py     checks of splits, and one pass over a split
-    runs.py      a run, as reports, tables and model cards read it
+    runs.py      reader of run directories, for reports, tables and model cards
 
-A command is a `command.py` (options and checks before torch is imported), a `config.py`, and a
+A command has a `command.py` (options and checks) and a `config.py`, which import no torch, and a
 module that computes.
 """

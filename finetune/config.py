@@ -1,4 +1,4 @@
-"""Settings that probe, knn and evaluate share, and the input of a frozen model. No torch is
+"""Settings that probe, knn and evaluate share, and the input format of a frozen model. No torch is
 imported."""
 
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ from pretrain.ranks.settings import RanksSettings
 from pretrain.record import RecordSettings
 
 _STATS = (
-    "Source of the mean and deviation that normalize images: the checkpoint, or the dataset as in"
-    " the code of Scaling MLPs."
+    "Source of the mean and standard deviation that normalize images. checkpoint: the training set"
+    " of the checkpoint. target: this dataset, as in the code of Scaling MLPs."
 )
 ChannelStats = Annotated[Literal["checkpoint", "target"], Field(description=_STATS)]
 
 _CLASS = Field(
-    description="Class of a checkpoint that was trained with model.import. Its code runs only if"
-    " this setting or --allow-import names it.",
+    description="Model class of a checkpoint that was trained with model.import. The class is"
+    " imported only if this setting or --allow-import names it.",
     examples=["my_package.my_module:MyModel"],
 )
 AllowedImport = Annotated[str | None, _CLASS]
@@ -43,7 +43,7 @@ class Fed:
     normalization: tuple[tuple[float, float, float], tuple[float, float, float]]
     """Mean and standard deviation of each channel on the scale 0..1."""
     interpolation: Filter = "bilinear"
-    """Default filter that resizes images."""
+    """Default filter for resizing images."""
     eval_crop: float = 1.0
     """Fraction of the image side that the center crop keeps."""
     checkpoint: Checkpoint | None = None

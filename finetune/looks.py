@@ -1,6 +1,6 @@
-"""Plot style of finetune and analysis: for a paper's column, in colors for color-blind readers.
+"""Plot style of finetune and analysis: fits a paper's column, with colors for color-blind readers.
 
-Figures are drawn without pyplot, which would keep them in memory.
+Figures are drawn without pyplot, because pyplot keeps figures in memory.
 """
 
 import io
@@ -22,11 +22,11 @@ from data_prep.publish import write_atomic
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#555555")
 BLUE, RED, GRAY = "#4477aa", "#cc6677", "#888888"
 COLUMN, PAGE = 3.3, 6.9
-"""Width of a paper's column and of both columns, in inches."""
+"""Width of one column and of both columns of a paper, in inches."""
 DPI = 220
-"""Resolution of figures that fit a page."""
+"""Dots per inch of figures up to the width PAGE."""
 SEQUENTIAL, DIVERGING = "cividis", "RdBu_r"
-"""Color maps for values with a minimum, and for values with a middle."""
+"""Color maps: for values from low to high, and for values around a midpoint."""
 MARKERS = "os^Dv<>PX*"
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _LOOKS: dict[Any, Any] = {
@@ -46,18 +46,19 @@ _LOOKS: dict[Any, Any] = {
     "legend.frameon": False,
     "figure.facecolor": "white",
     "figure.constrained_layout.use": True,
-    "svg.hashsalt": "wide-mlps",  # the same figure is the same file
-    "text.parse_math": False,  # a $ in a name is a $
+    "svg.hashsalt": "wide-mlps",  # equal figures give equal files
+    "text.parse_math": False,  # print a $ of a name
 }
 
 
 def looks(*names: str) -> AbstractContextManager[None]:
-    """Set the plot style, with fonts for these names, while a figure is drawn and saved."""
+    """Return a context that sets the plot style. The fonts have all letters of `names`."""
     return matplotlib.rc_context(_LOOKS | {"font.family": families(names)})
 
 
 def panels(count: int, *, height: float = 2.3, most: int = 3) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure and its panels: one panel at column width, several at page width."""
+    """Return a figure with `count` panels, at most `most` in a row. The figure has column width if
+    a row has one panel, otherwise page width."""
     columns = min(count, most)
     rows = -(-count // columns)
     figure = Figure(figsize=(COLUMN if columns == 1 else PAGE, rows * height))
@@ -78,8 +79,8 @@ def format_power(value: float, *, decimals: int = 1) -> str:
 
 
 def set_log_ticks(axis: Axis, *, most: int = 10) -> None:
-    """Set ticks of a logarithmic axis, with labels without TeX. `most`: number of labels on an axis
-    that spans less than a factor of 10."""
+    """Set the ticks of a logarithmic axis and label them without TeX. `most`: largest number of
+    labels if the axis spans less than a factor of 10."""
     low, high = axis.get_view_interval()
     many = LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,))
     axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10]) if high < 10 * low else many)
@@ -88,7 +89,6 @@ def set_log_ticks(axis: Axis, *, most: int = 10) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure atomically, in the format of its file extension."""
     write_atomic(path, file_of(figure, path.suffix[1:]).getvalue())
 
 

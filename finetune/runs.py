@@ -1,11 +1,11 @@
-"""A run as reports, tables, figures and model cards read it. No torch, MLflow or tracking database.
+"""Read a run directory, for reports, tables, figures and model cards.
 
-    RUN/record.json              task, plan, labels, seed, and the run of the weights
-    RUN/config.yaml              the resolved settings
-    RUN/result.json              once the run has finished
+    RUN/record.json              task, plan, labels, seed, and the run that trained the weights
+    RUN/config.yaml              resolved settings
+    RUN/result.json              scores; exists once the run has finished
     RUN/tracking/journal.jsonl   event log: parameters and tags, then metrics
 
-A fact that cannot be read is unknown. Nothing is guessed.
+A fact that cannot be read stays unknown. No torch, MLflow or tracking database is used.
 """
 
 import sys
@@ -38,7 +38,7 @@ TASKS: dict[Task, str] = {
     "scratch": "from scratch",
     "evaluate": "evaluated",
 }
-"""Names of the tasks, in their usual order."""
+"""Names of the tasks in reports, in display order."""
 NOT_STATED = "not stated"
 CLASS_MEAN, TOP1_STD = "top-1, class mean", "top-1, deviation over repetitions"
 ACCURACIES = {
@@ -49,7 +49,8 @@ ACCURACIES = {
     "class_mean": CLASS_MEAN,
     "top1_std": TOP1_STD,
 }
-"""Names of accuracies in a result, without the part up to the last slash and without `test_`."""
+"""Names of accuracies in reports. The keys are keys of result.json without the prefix up to the
+last slash and without `test_`."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Run:
 
     @property
     def is_group(self) -> bool:
-        """True if this run is the mean of repetitions, which are runs in its subdirectories."""
+        """True if this run averages repetitions. The repetitions are runs in its subdirectories."""
         return self.settings.get("seeds") is not None or bool(self.settings.get("folds"))
 
     @property
@@ -96,11 +97,11 @@ class Run:
 
     @property
     def pretrained(self) -> Path | None:
-        """Run or folder of the pretrained weights."""
+        """Run or folder of the pretrained weights, if any."""
         return Path(self.record.parents[0].run) if self.record.parents else None
 
     def path_of(self, path: str) -> Path:
-        """Resolve a path of the settings, relative to the directory in which the command ran."""
+        """Resolve a path of the settings against the directory in which the command ran."""
         run_dir, place = Path(self.settings.get("run_dir") or ""), self.directory.resolve()
         depth = len(run_dir.parts)
         if run_dir.is_absolute() or not depth or place.parts[-depth:] != run_dir.parts:
@@ -157,12 +158,12 @@ class Run:
         split, manifest = str(self.data.get("train_split", "")), self.manifest
         if manifest is None or self.data.get("extra_datasets") or self.data.get("stream"):
             return None
-        with suppress(DatasetError, KeyError, IndexError):  # no such split or fold any more
+        with suppress(DatasetError, KeyError, IndexError):  # the split or fold no longer exists
             return Part(self.dataset, manifest, split, fold=self.data.get("fold")).num_samples
         return None
 
     def length_at(self, step: int) -> str:
-        """Return the length of this training at a step, for example `2 epochs` or `13 steps`."""
+        """Return the length of the training up to a step, for example `2 epochs` or `13 steps`."""
         if step == self.result.get("step"):
             return self.params.get("train.duration", "")
         samples, epochs = (values for _, values in self.curves("train/samples", "train/epoch"))
@@ -179,12 +180,12 @@ class Run:
 
     @property
     def top1(self) -> float | None:
-        """Top-1 accuracy; for k-NN with the first k."""
+        """Top-1 accuracy. For k-NN: with the first number of neighbors."""
         return self.accuracies.get("top-1")
 
     @property
     def last_top1(self) -> tuple[int, float] | None:
-        """Step and accuracy of the last evaluation in the event log."""
+        """Step and top-1 accuracy of the last evaluation in the event log."""
         ((steps, values),) = self.curves("eval/top1")
         return (steps[-1], values[-1]) if steps else None
 
@@ -206,7 +207,7 @@ class Run:
         return found
 
     def curves(self, *metrics: str) -> list[Curve]:
-        """Return a curve for each metric of the event log."""
+        """Return one curve for each of `metrics`, from the event log."""
         curves: dict[str, Curve] = {metric: ([], []) for metric in metrics}
         for event in _events(self.directory):
             for metric in curves if event["event"] == "metrics" else ():
@@ -217,7 +218,7 @@ class Run:
 
 
 class Result(NamedTuple):
-    """One accuracy of a checkpoint or of a run that started from it."""
+    """One accuracy of a checkpoint, or of a run that started from the checkpoint."""
 
     task: Task
     dataset: str
@@ -226,7 +227,7 @@ class Result(NamedTuple):
     value: float
     run: str
     is_of_these_weights: bool
-    """False if the accuracy is of fine-tuned weights or of another step."""
+    """False if the accuracy belongs to fine-tuned weights or to another step."""
 
 
 def read_run(directory: Path) -> Run:
@@ -238,7 +239,7 @@ def read_run(directory: Path) -> Run:
     start = next(iter(_events(directory, limit=1)), {})
     present = flatten(settings)
     params = present | start.get("params", {})
-    if "train.duration" in present:  # a training may become longer
+    if "train.duration" in present:  # a resume can extend a training
         params["train.duration"] = present["train.duration"]
     return Run(
         directory,
@@ -252,10 +253,10 @@ def read_run(directory: Path) -> Run:
 
 
 def runs_below(root: Path, *, deepest: int | None = None) -> list[Run]:
-    """Read every run in a directory and below it, sorted by path.
+    """Read every run in a directory and its subdirectories, sorted by path.
 
-    A run that cannot be read is skipped with a line on stderr. `deepest`: the largest number of
-    directories between root and run.
+    A run that cannot be read is skipped with a line on stderr. `deepest`: number of directory
+    levels below `root` to search (default: all).
     """
     places = root.rglob(CONFIG_FILE)
     if deepest is not None:
@@ -264,7 +265,7 @@ def runs_below(root: Path, *, deepest: int | None = None) -> list[Run]:
     found = []
     for directory in sorted({path.parent for path in places}):
         try:
-            # a tracking database has copies of configs, which are no runs
+            # skip the copies of configs in a tracking database
             if (directory / "tracking").is_dir() or finished_result(directory) is not None:
                 found.append(read_run(directory))
         except (ValueError, OSError) as error:
@@ -273,7 +274,7 @@ def runs_below(root: Path, *, deepest: int | None = None) -> list[Run]:
 
 
 def run_of(checkpoint: Path) -> Run | None:
-    """Return the run of a checkpoint (RUN/checkpoints/step-N), of RUN/NAME, or of RUN itself."""
+    """Return the run of `checkpoint` (RUN/checkpoints/step-N, RUN/NAME or RUN), or None."""
     path = checkpoint.resolve()
     for place in (path, path.parent, path.parent.parent):
         if (place / CONFIG_FILE).is_file():
@@ -286,8 +287,8 @@ def run_of(checkpoint: Path) -> Run | None:
 def results_of(
     checkpoint: Path, run: Run | None, *, step: int, places: Sequence[Path]
 ) -> list[Result]:
-    """Return the accuracies of these weights: from their training, then from runs in `places` that
-    started from them."""
+    """Return the accuracies of a checkpoint: from its training, then from runs in `places` that
+    started from it."""
     found = []
     if run is not None:
         found = _results(run, is_of_these_weights=run.result.get("step", step) == step)
@@ -313,7 +314,7 @@ def _results(run: Run, *, is_of_these_weights: bool) -> list[Result]:
 
 
 def card_of(weights: Path) -> ModelCard | None:
-    """Return the checkpoint metadata of a folder of weights, or of a run's newest checkpoint."""
+    """Return the metadata of a folder of weights or of a run's newest checkpoint, if any."""
     try:
         return read_card((list_checkpoints(weights) or [weights])[-1])
     except CheckpointError:
@@ -321,7 +322,7 @@ def card_of(weights: Path) -> ModelCard | None:
 
 
 def _events(directory: Path, *, limit: int | None = None) -> list[dict[str, Any]]:
-    """Yield the events of the event log. The last line may be incomplete after a kill."""
+    """Return the first `limit` events of the event log, without an incomplete last line."""
     try:
         with open(directory / "tracking" / "journal.jsonl", "rb") as log:
             return readable_events([line for line in islice(log, limit) if line.endswith(b"\n")])

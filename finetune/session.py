@@ -1,7 +1,7 @@
-"""A short run (probe, knn, evaluate): joined ranks, the frozen model, and the record in MLflow.
+"""Setup of a short run (probe, knn, evaluate): process group, frozen model, and MLflow record.
 
-A short run has no checkpoints, so an interrupted run starts again. A signal sets its status to
-KILLED. Only this file and the engine of `finetune tune` import accelerate.
+A short run has no checkpoints, so an interrupted run starts again. If a signal ends the run, its
+status is KILLED. Only this file and the engine of `finetune tune` import accelerate.
 """
 
 import datetime
@@ -54,8 +54,8 @@ def session(
     task: str,
     facts: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[torch.device, Tracker]]:
-    """Enter a run on all ranks. If a rank exits, hangs or fails, the other ranks end. All ranks
-    must have the same weights, and the same `facts` if there are any (see `claim`)."""
+    """Enter a run on all ranks, and yield the device and the tracker. If a rank exits, hangs or
+    fails, the other ranks end. Fail if ranks have different `facts` (default: the weights)."""
     device = start_accelerator(world, timeout_s=settings.ranks.timeout_s).device
     identity = hash_of_json(facts) if facts else checkpoint.sha256 if checkpoint else "0"
     run_dir = Path(cast(Any, settings).run_dir)
@@ -63,7 +63,7 @@ def session(
         if not same_on_all_ranks(int(identity[:15], 16), device=device):
             place = str(checkpoint.directory if checkpoint else run_dir)
             problem = (
-                "the ranks found different weights, data or settings; it may still be training"
+                "the ranks read different weights, data or settings; the run may still be training"
             )
             fix = "choose one of its checkpoints/step-*"
             raise UserError(place, problem, fix, code="mismatch")
@@ -74,20 +74,20 @@ def session(
             try:
                 yield device, tracker
             except BaseException as error:
-                heartbeat.blame(error)  # before the end of the record, which takes time
+                heartbeat.blame(error)  # first, because closing the tracker takes time
                 raise
 
 
 def start_accelerator(
     world: World, *, precision: str = "fp32", timeout_s: float = 600.0
 ) -> Accelerator:
-    """Join the ranks. Ranks without a GPU need `cpu=True` to join."""
+    """Join the ranks. Without a GPU, accelerate joins ranks only with `cpu=True`."""
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if precision == "bf16" else "no",
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=timeout_s)),
-            # buffers are permutations and masks; `average_over_ranks` averages the others
+            # permutations and masks never change; `average_over_ranks` averages other buffers
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         ],
     )
@@ -96,16 +96,16 @@ def start_accelerator(
     seen = accelerator.num_processes
     if seen != world.num_ranks:
         raise RuntimeError(
-            f"accelerate sees {seen} processes of {world.num_ranks}; unset ACCELERATE_* variables"
+            f"accelerate found {seen} processes instead of {world.num_ranks}; unset ACCELERATE_*"
         )
     return accelerator
 
 
 class PatientGroup:
-    """Process group of all ranks without a timeout, for long waits on the work of other ranks.
+    """Process group without a timeout, for long waits on other ranks.
 
-    The heartbeat finds lost ranks. All ranks create the group together, before the work. It uses
-    only host memory.
+    Instead of a timeout, the heartbeat finds lost ranks. All ranks must create the group together,
+    before the work.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class PatientGroup:
         return bool(self.all_sum(torch.tensor(float(flag))) > 0)
 
     def gather(self, own: Any) -> list[Any] | None:
-        """Return the objects of all ranks, in rank order, on the first rank."""
+        """Return the objects of all ranks in rank order on the first rank, None on other ranks."""
         if self._group is None:
             return [own]
         found = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -165,7 +165,7 @@ def open_backbone(
     channel_stats: ChannelStats = "checkpoint",
     precision: str = "fp32",
 ) -> Backbone:
-    """Load a model. Without a checkpoint, features are the normalized pixels."""
+    """Load a frozen model. Without a checkpoint, features are the normalized pixels."""
     fed = Fed.of(checkpoint, manifest, image_size=image_size, channel_stats=channel_stats)
     if checkpoint is None:
         return Backbone(**vars(fed), extract=lambda images: images.flatten(1))
@@ -196,8 +196,8 @@ def recorded(
 ) -> Iterator[Tracker]:
     """Lock the run directory, and record the run as a child of the run that trained the weights.
 
-    All ranks enter; only the first rank records. `used`: splits of one dataset and their uses;
-    `tags` contain the task.
+    All ranks enter this context; only the first rank records. `used`: splits of one dataset, each
+    with its use, such as "training". `tags` must contain "task".
     """
     if not world.is_first:
         yield Tracker(None, params={}, tags={})
@@ -245,7 +245,7 @@ def recorded(
 def register(
     tracker: Tracker, checkpoint: Checkpoint, results: Mapping[str, float], *, target: str
 ) -> None:
-    """Write results as tags of the weights' version in the model registry."""
+    """Write `results` as tags of the checkpoint's version in MLflow's model registry."""
     place, card = (checkpoint.run_dir or checkpoint.home).absolute(), checkpoint.card
     is_repeat = (place.parent / CONFIG_FILE).is_file()
     name = f"{place.parent.name}-{place.name}" if is_repeat else place.name

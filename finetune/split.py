@@ -1,8 +1,8 @@
 """Checks of splits, and one pass over a split. Only the pass imports torch.
 
-Two splits share a sample if shards of both are the same tar (by hash) and their indices have the
-same offset. This finds overlapping subsets of one dataset. `data_prep dedup` finds copies of images
-in other tars.
+Two splits share a sample if both have the same tar (by hash) and the same offset in the index. This
+check finds overlapping subsets of one dataset. `data_prep dedup` finds copies of images in other
+tars.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def check_apart(
     holdout: str | None = None,
     test_field: str = "data.test_split",
 ) -> None:
-    """Fail if two of the splits for training, choice and test have common samples."""
+    """Fail if two of the training, holdout and test splits share samples."""
     pairs = [(test_field, test, train)]
     if holdout is not None:
         pairs += [("holdout_split", holdout, test), ("holdout_split", holdout, train)]
@@ -60,7 +60,7 @@ def check_apart(
 def _shared_samples(
     directory: Path | str, manifest: Manifest, one: str, other: str
 ) -> tuple[int, str]:
-    """Return the number of common samples of both splits, and the first tar with one of them."""
+    """Return the number of samples in both splits, and the first tar with such a sample."""
     num_shared, first = 0, ""
     others: dict[str, list[Shard]] = {}
     for shard in manifest.splits[other].shards:
@@ -74,16 +74,16 @@ def _shared_samples(
 
 
 def class_numbers(card: ModelCard, manifest: Manifest, *, dataset: str | Path) -> tuple[int, ...]:
-    """Return the checkpoint's class number for each class of the dataset. The checkpoint may have
-    more classes."""
+    """Return the checkpoint's class number for each class of the dataset. Fail if the checkpoint
+    lacks a class."""
     number_of = {name: number for number, name in enumerate(card.classes)}
     missing = [name for name in manifest.classes if name not in number_of]
     if missing:
         problem = (
-            f"{dataset} has other classes than the checkpoint ({len(manifest.classes)} against"
-            f" {len(card.classes)}, for example {missing[0]!r})"
+            f"{len(missing)} of {len(manifest.classes)} classes of {dataset} are not classes of the"
+            f" checkpoint, for example {missing[0]!r}"
         )
-        raise UserError("dataset", problem, "probe or tune on it first", code="mismatch")
+        raise UserError("dataset", problem, "probe or tune on this dataset first", code="mismatch")
     return tuple(number_of[name] for name in manifest.classes)
 
 
@@ -125,7 +125,7 @@ def view_of(batch: "Batch", view: int | None, augmentation: "Augmentation") -> "
     """Return plain images if `view` is None, otherwise the augmented images of training epoch
     `view`.
 
-    A view depends only on the settings and seed of the augmentation, the number of the view and the
+    The result depends only on the settings and seed of the augmentation, on `view`, and on the
     sample.
     """
     if view is None:

@@ -22,11 +22,14 @@ from pretrain.ranks.world import World
 def add_common(
     verb: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], *, schema: str
 ) -> None:
-    """Add overrides and --ranks. `schema`: the settings, as module:Class."""
+    """Add the overrides and --ranks to a command. `schema`: the settings class, as module:Class."""
     verb.add_argument(
-        "overrides", nargs="*", default=[], help="key=value, of a setting or of its last word"
+        "overrides",
+        nargs="*",
+        default=[],
+        help="settings as key=value; the last word of a key suffices",
     )
-    verb.add_argument("--ranks", type=at_least(1), help="start this many local ranks")
+    verb.add_argument("--ranks", type=at_least(1), help="number of ranks to start on this machine")
     verb.set_defaults(run=run, schema=schema, show=False)
 
 
@@ -59,7 +62,8 @@ def launch_ranks(
 
 
 def finished_before(run_dir: Path, pretrained: str | None, world: World) -> bool:
-    """True if the run has finished with the present weights."""
+    """Return True and print a message if the run has finished. Fail if the weights have changed
+    since."""
     if finished_result(run_dir) is None:
         return False
     check_source(run_dir, pretrained)
@@ -75,8 +79,8 @@ def warn_once(warning: str | None, world: World) -> None:
 
 
 def end_on_signals(kept: str) -> None:
-    """Let SIGTERM and SIGUSR2 raise KeyboardInterrupt, as Ctrl-C does. `kept`: text about what is
-    saved, for the message."""
-    keep(f"{kept}; the same command starts again")
+    """Let SIGTERM and SIGUSR2 raise KeyboardInterrupt, as Ctrl-C does. `kept`: part of the message
+    that says what is saved."""
+    keep(f"{kept}; the same command starts from the beginning")
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.default_int_handler)

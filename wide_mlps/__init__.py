@@ -1,7 +1,7 @@
-"""Datasets, models, checkpoints, features and predictions in Python.
+"""Python API for datasets, models, checkpoints, features and predictions.
 
-`import wide_mlps` imports neither torch nor timm. A name that needs them imports them at its first
-use. Every name is an object of another package, or calls it without changes.
+`import wide_mlps` imports neither torch nor timm. They are imported at the first use of a name that
+needs them. Every name is an object of another package, or a function that only calls such objects.
 """
 
 from collections.abc import Iterable
@@ -48,7 +48,7 @@ _PLACES = {
     "ShardLoader": "pretrain.data.torch_dataset:ShardLoader",
     "create_model": "pretrain.models.build:build",
 }
-"""Public name -> module and name of the object, which is imported at its first use."""
+"""Module and name of each public object. The module is imported at the first use of the object."""
 
 
 def __getattr__(name: str) -> Any:
@@ -73,8 +73,8 @@ def list_models(pattern: str = "*") -> list[str]:
 def load_checkpoint(source: Path | str) -> "Checkpoint":
     """Open a checkpoint and check its hashes.
 
-    `source`: a run (its newest checkpoint), RUN@50epochs, a checkpoint, a folder of weights, or
-    hf-hub:USER/NAME.
+    `source`: a run directory (for its newest checkpoint), RUN@50epochs, a checkpoint, a folder of
+    weights, or hf-hub:USER/NAME.
     """
     from pretrain.checkpoints.checkpoint import Checkpoint
 
@@ -93,14 +93,14 @@ def load_model(source: "Checkpoint | Path | str") -> "ImageModel":
 def predict(weights: "Weights", images: Iterable["Image"]) -> "Tensor":
     """Return the probability of each class for PIL images, one row per image.
 
-    Images are preprocessed as the checkpoint requires. For many calls, open
-    `Predictor.open("runs/mine")` once and give it as `weights`.
+    Images are preprocessed as the checkpoint requires. For many calls, create
+    `Predictor.open("runs/mine")` once and pass it as `weights`.
     """
     return _compute(weights, images)[0].softmax(dim=1)
 
 
 def extract_features(weights: "Weights", images: Iterable["Image"]) -> "Tensor":
-    """Return the input of a linear probe for PIL images, one row per image."""
+    """Return the features of PIL images (the input of a linear probe), one row per image."""
     return _compute(weights, images)[1]
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# One call on a lent GPU machine: installs the wheels of .gpu/, copies the project to where earlier calls left their results, and runs
+# Run one call on a borrowed GPU machine: install the wheels of .gpu/, copy the project to GPU_WORK (with results of earlier calls), and run
 #
-#   bash benchmarks/gpu/call.sh tests [pytest's words]          pytest -m cuda
-#   bash benchmarks/gpu/call.sh step|data|peers [gpu.py's words]   benchmarks/gpu.py --only GROUP
+#   bash benchmarks/gpu/call.sh tests [PYTEST OPTIONS]            pytest -m cuda
+#   bash benchmarks/gpu/call.sh step|data|peers [gpu.py OPTIONS]  benchmarks/gpu.py --only GROUP
 #
-# PYTHON (python3), OUT (what comes back), GPU_WORK (where all happens), BUDGET_S (570, of the whole call).
+# Environment: PYTHON (default: python3), OUT (directory of results), GPU_WORK (working directory), BUDGET_S (seconds for the call, default: 570).
 set -eu
 CARRIED=$PWD/.gpu
 PYTHON=${PYTHON:-python3} OUT=${OUT:-$CARRIED/out} WORK=${GPU_WORK:-${TMPDIR:-/tmp}/gpu-work} BUDGET_S=${BUDGET_S:-570}
@@ -21,7 +21,7 @@ tar --exclude=./.gpu --exclude=./.git --exclude=./.venv --exclude=./data --exclu
 cd "$WORK/project"
 export PYTHONPATH=$WORK/site:$WORK/project PYTHONUNBUFFERED=1 MLFLOW_DISABLE_TELEMETRY=true DO_NOT_TRACK=true
 export TORCHINDUCTOR_CACHE_DIR=$WORK/inductor TRITON_CACHE_DIR=$WORK/triton NUMBA_CACHE_DIR=$WORK/numba
-COMMIT=$(cat "$CARRIED/commit.txt"); export COMMIT  # the copy is no checkout
+COMMIT=$(cat "$CARRIED/commit.txt"); export COMMIT  # the copy has no git directory
 nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm --format=csv,noheader || echo "no nvidia-smi"
 if [ "$what" = tests ]; then
     set -- "$PYTHON" -m pytest -q -m cuda tests/test_cuda.py -o "junit_family=xunit2" --junitxml "$OUT/tests.xml" "$@"

@@ -1,4 +1,4 @@
-"""`finetune evaluate` on the command line. Settings are checked before torch is imported."""
+"""`finetune evaluate` on the command line."""
 
 import argparse
 import json
@@ -24,22 +24,20 @@ from pretrain.config import AugmentSettings
 from pretrain.models.imported import allow_import
 
 WORSE_BY = 0.02
-"""A larger loss of accuracy by views is not due to chance and prints a warning."""
+"""Accuracy loss from test-time views, as a fraction, above which the command prints a warning."""
 
 
 def add_verbs(verbs: Verbs) -> None:
     evaluate = verbs.add_parser(
         "evaluate",
         help=(
-            "compute scores, figures and predictions of a checkpoint on a dataset with its classes;"
-            " num_views=100 augments at test time"
+            "evaluate a checkpoint on a dataset with its classes: scores, figures, predictions;"
+            " num_views=100 uses test-time augmentation"
         ),
     )
     evaluate.add_argument("--json", action="store_true", help="print the result as one JSON object")
     evaluate.add_argument(
-        "config",
-        nargs="?",
-        help="a YAML file, such as configs/evaluate/demo.yaml; or only settings",
+        "config", nargs="?", help="a YAML file, such as configs/evaluate/demo.yaml (optional)"
     )
     evaluate.epilog = """finetune evaluate pretrained=runs/mine dataset=data/mine num_views=10
 finetune evaluate configs/evaluate/demo.yaml pretrained=runs/mine run_dir=runs/mine-views"""
@@ -68,7 +66,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     result = stored if world.is_first else None
     if stored is None:
         options.started = True
-        end_on_signals("nothing is saved")  # before the long imports
+        end_on_signals("nothing is saved")
         with doing("loading torch", enabled=world.is_first):
             from finetune.evaluate.evaluate import evaluate_checkpoint
 
@@ -110,7 +108,7 @@ def print_result(result: dict[str, Any], console: Console, *, stored: bool = Fal
         rows["most confused"] = ", ".join(f"{a} as {b} ({count:,})" for a, b, count in pairs)
     if result["num_views"]:
         augment = AugmentSettings.model_validate(result["augment"], strict=False)
-        rows["views"] = f"{augment.recipe}: {result['augment_from']}"
+        rows["views"] = f"{augment.recipe}, {result['augment_from']}"
         rows["top-1 by views"] = "  ".join(
             f"{moment['num_views']}: {moment['top1']:.2%}" for moment in result["curve"]
         )
@@ -123,11 +121,11 @@ def print_result(result: dict[str, Any], console: Console, *, stored: bool = Fal
     plain = result.get("plain_top1")
     if result["num_views"] and plain is not None and plain - result["eval/top1"] > WORSE_BY:
         lines.append(
-            f"the plain images reach {plain:.2%}: these views may not suit the classes. Check"
-            " augment, above all its flips."
+            f"Plain images reach {plain:.2%}. The augmentation may not suit these classes. Check"
+            " augment, above all augment.flip_probability."
         )
     if stored:
-        lines.append("the stored result of an earlier run; choose another run_dir to repeat it")
+        lines.append("This result is from an earlier run. To repeat it, choose another run_dir.")
     lines.append(f"{os.path.relpath(result['run_dir'])}: predictions, classes, figures")
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=isinstance(line, str))

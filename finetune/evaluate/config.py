@@ -1,11 +1,8 @@
-"""Settings of `finetune evaluate`, and the evaluation that they describe. No torch is imported.
+"""Settings of `finetune evaluate`, and the evaluation that they describe.
 
-If two evaluations could differ in a prediction, they have different identities and therefore
-different directories. Batch size, ranks and paths are not part of an identity. RUN/evaluation.json
-records everything that the predictions depend on, before the first prediction.
-
-Views use the augmentation that the user sets. The default is the crops and flips of the training,
-or of Scaling MLPs' public command if the training is unknown.
+The identity of an evaluation is a hash of all facts that its predictions depend on, so without
+batch size, ranks and paths. The name of the default directory contains the identity.
+RUN/evaluation.json records the facts before the first prediction.
 """
 
 import os
@@ -38,7 +35,7 @@ GEOMETRY = (
     "padding_mode",
     "flip_probability",
 )
-"""Augmentation settings that views take from the training."""
+"""Augmentation settings that test-time views inherit from the training."""
 PUBLIC: dict[str, Any] = {
     "crop_scale": (0.4, 1.0),
     "crop_ratio": (1.0, 1.0),
@@ -47,7 +44,7 @@ PUBLIC: dict[str, Any] = {
 
 
 class ViewSettings(AugmentSettings):
-    """Augmentation of the views. A setting that is omitted has the value of the training."""
+    """Augmentation of test-time views. Crops and flips that are not set come from the training."""
 
     @model_validator(mode="after")
     def _of_one_image(self) -> "ViewSettings":
@@ -60,31 +57,31 @@ class ViewSettings(AugmentSettings):
 
 class JudgedDataSettings(ReadingSettings):
     dataset: Address = Field(examples=["data/mine"])
-    """Dataset of `data_prep build` or `index`. Each of its classes must be a class of the
+    """Dataset of `data_prep build` or `data_prep index`. All its classes must be classes of the
     checkpoint."""
     split: str = "val"
-    """The split to evaluate on."""
+    """Split to evaluate on."""
 
 
 class EvaluateSettings(ShortRunSettings):
     of_verb = "finetune evaluate"
     example_with: ClassVar = {"augment": "num_views=10", "include_plain": "num_views=10"}
     pretrained: str = Field(examples=["runs/mine"])
-    """A run directory, one of its checkpoints, or a folder of `finetune import`."""
+    """A run directory, one of its checkpoints, or a folder that `finetune import` wrote."""
     data: JudgedDataSettings
     run_dir: str | None = Field(None, examples=["runs/mine-views"])
     """Directory of the results. Default: a subdirectory of RUN/evaluations, where RUN is the run
     that trained the weights. For a folder of weights: a subdirectory of FOLDER-evaluations, next to
     the folder."""
     num_views: int = Field(0, ge=0, le=100_000)
-    """Test-time augmentation: number of augmented views of each image. The prediction is the mean
-    softmax over the views; 0 uses the plain image. Each image is decoded once."""
+    """Number of augmented views of each image at test time. The prediction is the mean softmax over
+    the views. 0: use the plain image. Each image is decoded once."""
     include_plain: bool = False
     """Include the plain image in the mean, as the first view."""
     augment: ViewSettings = ViewSettings()
     """Augmentation of the views (needs num_views). Default: the crops and flips of the training. If
-    it had none: square crops of 0.4 to 1 of the area and flips, as in the public code of Scaling
-    MLPs. Settings that you omit keep their defaults."""
+    the training is unknown or had none: square crops of 0.4 to 1 of the area, and flips (the public
+    code of Scaling MLPs). Settings that you omit keep their defaults."""
     seed: int = Field(0, ge=0)
     """Random seed of the views. A view depends only on the seed, the number of the view and the
     image."""
@@ -105,7 +102,7 @@ class EvaluateSettings(ShortRunSettings):
             ):
                 problem, fix = (
                     "has no effect without num_views",
-                    "set it, for example num_views=100",
+                    "set num_views, for example num_views=100",
                 )
                 raise UserError(field, problem, fix, code="conflict")
         return self
@@ -119,14 +116,14 @@ class EvaluateSettings(ShortRunSettings):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation: complete settings (augmentation, run directory, tracking), dataset and
+    """An evaluation: completed settings (augmentation, run directory, tracking), dataset and
     weights."""
 
     settings: EvaluateSettings
     manifest: Manifest
     checkpoint: Checkpoint
     augment_from: str | None = None
-    """Description of the source of the augmentation; None without views."""
+    """Text that names the source of the augmentation; None without views."""
 
     @classmethod
     def of(
@@ -136,7 +133,8 @@ class Evaluation:
         verify: bool = True,
         checkpoint: Checkpoint | None = None,
     ) -> "Evaluation":
-        """`verify`: check the weights against their hash. A given `checkpoint` is not checked."""
+        """Complete the settings. `verify`: check the hash of the weights, unless `checkpoint` is
+        given."""
         manifest = load_manifest(settings.data.directory)
         check_split(manifest, settings.data.split, directory=settings.data.dataset)
         checkpoint = checkpoint or Checkpoint.open(settings.pretrained, verify=verify)
@@ -161,7 +159,7 @@ class Evaluation:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """Everything that a prediction depends on."""
+        """All facts that a prediction depends on."""
         settings, card = self.settings, self.card
         facts: dict[str, Any] = {
             "split": settings.data.split,
@@ -202,8 +200,7 @@ class Evaluation:
         return place / "-".join(words)
 
     def _tracking(self) -> TrackingSettings:
-        """Return the tracking settings. The default is the database of the run of the weights,
-        because only this database knows that run."""
+        """Return tracking settings. Default: the database of the run that trained the weights."""
         wanted, base = self.settings.tracking, self.checkpoint.run_dir or self.checkpoint.home
         known, changes = RunIdentity.known(base), dict[str, str]()
         if known is None and not wanted.uri and "MLFLOW_TRACKING_URI" not in os.environ:
@@ -213,14 +210,13 @@ class Evaluation:
         return wanted.model_copy(update=changes)
 
     def stored_result(self) -> dict[str, Any] | None:
-        """Return the result of this evaluation if it has finished. Fail if the directory holds
-        something else."""
+        """Return the result if this evaluation has finished, otherwise None. Fail if the directory
+        holds something else."""
         is_ours = check_settings(self.run_dir, self.settings, self.facts)
         return finished_result(self.run_dir) if is_ours else None
 
     def plain_top1(self) -> float | None:
-        """Return the accuracy on plain images if the run of the weights recorded it, otherwise
-        None."""
+        """Return the accuracy on plain images from the run that trained the weights, if any."""
         run, data = self.checkpoint.run_dir, self._training_data
         if run is None or self.card.pixels_hash != self.manifest.pixels_hash:
             return None
@@ -245,10 +241,10 @@ class Evaluation:
 
 
 def is_evaluated(settings: EvaluateSettings) -> bool:
-    """True if `run_dir` holds this evaluation, finished with the present weights.
+    """True if `run_dir` holds the finished result of this evaluation. Fail if the weights have
+    changed.
 
-    If weights or images no longer exist, the record of the evaluation decides. No large file is
-    read.
+    If weights or images no longer exist, evaluation.json is sufficient.
     """
     assert settings.run_dir is not None
     run_dir = Path(settings.run_dir)
@@ -264,7 +260,7 @@ def is_evaluated(settings: EvaluateSettings) -> bool:
 def _content_of(dataset: str) -> str | None:
     try:
         return load_manifest(local_copy(dataset, storage=None)).content_hash
-    except (UserError, OSError):  # gone since
+    except (UserError, OSError):  # no longer exists
         return None
 
 
@@ -272,17 +268,19 @@ def choose_views(wanted: ViewSettings, run_dir: Path | None) -> tuple[ViewSettin
     """Return the augmentation of the views and a description of its source. `run_dir`: the run that
     trained the weights."""
     named = {name: getattr(wanted, name) for name in sorted(wanted.model_fields_set)}
-    base, source = PUBLIC, "the public command's, for the training's is not known"
+    base, public = PUBLIC, "from the public command of Scaling MLPs"
+    source = f"{public}, because the training is unknown"
     if run_dir is not None and (trained := _training_augmentation(run_dir)) is not None:
-        base, source = trained.model_dump(include={*GEOMETRY}), f"as {run_dir.name} was trained"
+        base = trained.model_dump(include={*GEOMETRY})
+        source = f"from the training of {run_dir.name}"
         if trained.crop_scale is None and not trained.crop_padding and not trained.flip_probability:
-            source = f"the public command's, for {run_dir.name} was trained without crops and flips"
+            source = f"{public}, because {run_dir.name} used no crops or flips"
             base = PUBLIC
-    # a crop that is set replaces the other kind of crop
+    # crop_scale and crop_padding exclude each other
     replaced: dict[str, Any] = {"crop_scale": None} if named.get("crop_padding") else {}
     replaced |= {"crop_padding": 0} if named.get("crop_scale") else {}
     if named:
-        source = f"{', '.join(named)} as asked; the rest {source}"
+        source = f"{', '.join(named)} from augment, the rest {source}"
     tree = ViewSettings().model_dump() | base | replaced | named
     return validate(ViewSettings, tree), source
 
@@ -292,5 +290,5 @@ def _training_augmentation(run_dir: Path) -> AugmentSettings | None:
         section = read_yaml(run_dir / CONFIG_FILE)["augment"]
         known = {name: section[name] for name in GEOMETRY if name in section}
         return validate(AugmentSettings, known)
-    except (SettingsError, KeyError, TypeError):  # another version, or nothing is augmented
+    except (SettingsError, KeyError, TypeError):  # another version, or no augmentation
         return None

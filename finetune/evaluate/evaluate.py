@@ -1,11 +1,11 @@
 """`finetune evaluate`: predictions of a checkpoint on a split, and their scores.
 
-1. Each rank predicts its images, and the first rank gathers all rows (`scoring.Answers`).
-2. Scores (`scoring.py`), files and figures (`report.py`) are made from these rows.
-3. MLflow gets them, then result.json is written.
+1. Each rank predicts its images, and the first rank gathers the predictions (`scoring.Answers`).
+2. The first rank computes scores (`scoring.py`), writes files and figures (`report.py`), records
+   the scores in MLflow, and writes result.json.
 
-A batch is read and decoded once. A view is a function of (seed, number of the view, sample), so
-ranks and batch sizes change no prediction. B batch, K classes, A top predictions.
+An image is decoded once for all views. A view depends only on (seed, number of the view, sample),
+so ranks and batch sizes change no prediction. B batch, K classes, A top predictions.
 """
 
 import time
@@ -37,7 +37,7 @@ NUM_ANSWERS = 5
 
 
 def evaluate_checkpoint(evaluation: Evaluation, world: World) -> dict[str, Any] | None:
-    """Return the result, on the first rank."""
+    """Return the result on the first rank, None on other ranks."""
     settings, manifest, checkpoint = evaluation.settings, evaluation.manifest, evaluation.checkpoint
     numbers = class_numbers(checkpoint.card, manifest, dataset=settings.data.dataset)
     part = Part(settings.data.directory, manifest, settings.data.split, numbers)
@@ -74,7 +74,7 @@ def evaluate_checkpoint(evaluation: Evaluation, world: World) -> dict[str, Any] 
             world=world,
         )
         if answers is None:
-            return None  # no rank waits for the figures
+            return None  # other ranks do not wait for the figures
         if not len(answers):
             raise DatasetError(
                 "data.split",
@@ -95,12 +95,12 @@ def answer(
     local_batch_size: int,
     world: World,
 ) -> Answers | None:
-    """Return the rows of all ranks on the first rank, None on other ranks. The view None is the
-    plain image."""
+    """Return the predictions of all ranks on the first rank, None on other ranks. In `views`, None
+    is the plain image."""
     PROGRESS.mark(f"predicting {reader.parts[0].split}")
     group, device = PatientGroup(), augmentation.device
     moments = () if list(views) == [None] else moments_up_to(len(views))
-    # a small split is not padded to a full batch, which each view would compute
+    # avoids computing the padding of a small split in each view
     size = min(local_batch_size, -(-reader.num_samples // world.num_ranks))
     total = reader.num_samples * len(views)
     shares, samples, masks, num_bad = list[tuple[Tensor, ...]](), list[Tensor](), list[Tensor](), 0
@@ -140,7 +140,7 @@ def moments_up_to(num_views: int) -> tuple[int, ...]:
 
 
 class _Mean:
-    """Mean softmax over the views of one batch, and its predictions after each of `moments`."""
+    """Mean softmax over the views of one batch, and the predictions after each of `moments`."""
 
     def __init__(self, labels_B: Tensor, moments: tuple[int, ...]):
         self._labels_B1, self._moments, self.num_views = labels_B.unsqueeze(1), moments, 0
@@ -152,7 +152,7 @@ class _Mean:
         label_log_B1 = logs_BK.gather(1, self._labels_B1).double()
         self.num_views += 1
         if self.num_views == 1:
-            # logits have fewer ties than probabilities; the evaluation of a training ranks them too
+            # rank logits, as training does, because probabilities have more ties
             self._ranked_BK, self._sum_BK = logits_BK, logs_BK.exp().double()
             self._label_log_B1 = label_log_B1
         else:
@@ -163,7 +163,7 @@ class _Mean:
             self._losses.append(self._loss())
 
     def rows(self) -> tuple[Tensor, ...]:
-        """Return the columns of `Answers` from `labels_N` on."""
+        """Return the columns of `Answers` without `samples_N`."""
         mean_BK = self._sum_BK / self.num_views
         tops_BA = self._ranked_BK.topk(min(NUM_ANSWERS, mean_BK.shape[1]), dim=1).indices
         return (

@@ -1,7 +1,7 @@
-"""Files of an evaluation. Each appears complete.
+"""Files of an evaluation. Each file is written atomically.
 
-predictions.parquet   a row for each image that decodes, in the order of the split
-per_class.csv         a row for each class, the lowest accuracy first
+predictions.parquet   one row for each image that decodes, in the order of the split
+per_class.csv         one row for each class, the lowest accuracy first
 confusion.parquet     label, prediction and count of each pair that occurs
 confusion.png, calibration.png
 result.json           written last
@@ -44,11 +44,12 @@ from pretrain.tracking.run_tags import target_of
 from pretrain.tracking.tracker import Tracker
 
 NUM_CONFUSED, NUM_EXTREME, NUM_NAMED = 30, 10, 20
-"""Numbers of class pairs, of worst and best classes, and of undecodable images in a result."""
+"""Largest numbers of entries in result.json: confused class pairs, worst (and best) classes,
+undecodable images."""
 ROWS_PER_GROUP = 65_536
 MOST_NAMED, MOST_SHOWN, NUM_BLOCKS = 40, 200, 100
-"""Largest number of classes with names and with one cell each in the confusion matrix. More classes
-are merged into NUM_BLOCKS blocks."""
+"""Largest number of classes with names, and with one cell each, in the confusion figure. More
+classes are merged into NUM_BLOCKS blocks."""
 
 
 def report(
@@ -95,7 +96,7 @@ def report(
     for moment in result["curve"]:
         metrics = {f"views/{name}": moment[name] for name in ("top1", "loss")}
         tracker.metrics(metrics, step=moment["num_views"])
-    for path in paths:  # a user may keep other files in the directory
+    for path in paths:  # only our files: a user may keep others in the directory
         tracker.artifact(path, folder="evaluation")
     name = f"evaluate/top1_{settings.num_views}views" if settings.num_views else "evaluate/top1"
     target = f"{target_of(manifest)}-{part.split}"
@@ -153,7 +154,7 @@ def write_predictions(
     classes: Sequence[str],
     facts: Mapping[str, str],
 ) -> None:
-    """Write a row for each image. `classes`: class names of the model; `facts`: metadata of the
+    """Write predictions.parquet. `classes`: class names of the model. `facts`: metadata of the
     file."""
     names, tops_NA = pa.array(classes, pa.string()), answers.answers_NA
     tops, places = pa.array(tops_NA.ravel(), pa.int32()), reader.names(answers.samples_N)
@@ -183,7 +184,6 @@ def _write_parquet(path: Path, table: pa.Table) -> None:
 def draw(
     run_dir: Path, answers: Answers, confusion: pd.DataFrame, *, names: Sequence[str], title: str
 ) -> list[Path]:
-    """Draw all figures, and return their paths."""
     with looks(title, *(names if len(names) <= MOST_NAMED else ())):
         title, right_N = legible(title), answers.is_right
         subtitle = f"{title}\ntop-1 {right_N.mean():.1%} of {len(answers):,} images"
@@ -198,7 +198,7 @@ def draw(
 
 
 def draw_confusion(confusion: pd.DataFrame, names: Sequence[str], *, title: str) -> Figure:
-    """Draw a row for each true class. The color is the fraction of the images of this class."""
+    """Draw one row for each true class. Colors show fractions of the class's images."""
     size = len(names)
     num_blocks = size if size <= MOST_SHOWN else NUM_BLOCKS
     counts = confusion_matrix(confusion, names, size=num_blocks)
@@ -208,7 +208,7 @@ def draw_confusion(confusion: pd.DataFrame, names: Sequence[str], *, title: str)
     figure = Figure(figsize=(side + 1.0, side))
     axes = figure.add_subplot(title=title, xlabel="prediction", ylabel="true class")
     right = size * counts.shape[1] / num_blocks
-    # the square root shows rare pairs
+    # a square-root scale shows rare pairs
     image = axes.imshow(
         fractions, cmap="Blues", norm=PowerNorm(0.5, 0, 1), extent=(0, right, size, 0)
     )

@@ -1,6 +1,6 @@
-"""The predictions of a model on a split, and the scores that follow from them.
+"""Predictions of a model on a split, and the scores that follow from them.
 
-K classes of the dataset, N samples, A top predictions, M moments of test-time augmentation.
+K classes of the dataset, N samples, A top predictions, M entries of `moments`.
 """
 
 from collections.abc import Sequence
@@ -34,12 +34,13 @@ class Answers:
     entropies_N: Floats
     """Entropy of the predicted probabilities, in nats."""
     squares_N: Floats
-    """Sum of the squared probabilities."""
+    """Sum of the squared probabilities, for the Brier score."""
     answers_NM: Ids
     """The most probable class after each number of views in `moments`."""
     losses_NM: Floats
     moments: tuple[int, ...] = ()
-    """Numbers of views after which the predictions of the running mean are recorded."""
+    """Numbers of views after which the prediction of the running mean is recorded, such as (1, 2,
+    5)."""
 
     @classmethod
     def of_ranks(cls, shares: Sequence["Answers"], *, num_samples: int, num_bad: int) -> "Answers":
@@ -84,7 +85,7 @@ def scores_of(answers: Answers) -> dict[str, float]:
 
 
 def calibration(confidences_N: Floats, right_N: NDArray[np.bool_]) -> pd.DataFrame:
-    """Return count, mean confidence, accuracy and gap of each bin of the confidence.
+    """Return count, mean confidence, accuracy, and gap between the two for each confidence bin.
 
     Bins have equal widths and include their upper edges.
     """
@@ -100,8 +101,8 @@ def calibration(confidences_N: Floats, right_N: NDArray[np.bool_]) -> pd.DataFra
 def predictions_by_class(
     answers: Answers, *, names: Sequence[str], numbers: Sequence[int]
 ) -> pd.DataFrame:
-    """Return label, prediction and scores of each sample, with class names of the dataset.
-    `numbers`: the model's class number for each class of the dataset."""
+    """Return label, prediction and scores of each sample. `names`: class names of the dataset;
+    `numbers`: their class numbers in the model."""
     name_of = pd.Series(names, index=numbers)
     return pd.DataFrame(
         {
@@ -123,7 +124,8 @@ def confusion_of(predictions: pd.DataFrame) -> pd.DataFrame:
 def classes_of(
     predictions: pd.DataFrame, *, names: Sequence[str], numbers: Sequence[int]
 ) -> pd.DataFrame:
-    """Return a row for each class, the lowest accuracy first; classes without images come last."""
+    """Return a row of scores for each class, the lowest accuracy first. Classes without images are
+    last."""
     by_label = predictions.groupby("label")
     classes = by_label[["top1", "top5", "loss"]].mean().reindex(list(names))
     classes.insert(0, "images", by_label.size().reindex(list(names), fill_value=0))
@@ -135,11 +137,8 @@ def classes_of(
 
 
 def confusion_matrix(confusion: pd.DataFrame, names: Sequence[str], *, size: int) -> Floats:
-    """Return counts, with neighboring classes merged into `size` blocks. The last column counts
-    predictions that are not classes of the dataset.
-
-    This column is missing if there are no such predictions.
-    """
+    """Return counts, with neighboring classes merged into `size` blocks. The last column, if any,
+    counts predictions that are not classes of the dataset."""
     block_of = {name: place * size // len(names) for place, name in enumerate(names)}
     rows, columns = (confusion[name].map(block_of).fillna(size) for name in ("label", "answer"))
     matrix = np.zeros((size, size + 1))

@@ -1,1 +1,1 @@
-"""A checkpoint in the formats of others: `finetune export`."""
+"""`finetune export`: convert a checkpoint for timm, the Hugging Face hub, ONNX and torch.export."""

@@ -1,5 +1,4 @@
-"""`finetune export` on the command line. Settings are checked before torch is imported, and no file
-is overwritten."""
+"""`finetune export` on the command line. No file is overwritten."""
 
 import argparse
 import importlib.util
@@ -27,19 +26,19 @@ LIBRARIES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}
 
 def add_verbs(verbs: Verbs) -> None:
     export = verbs.add_parser(
-        "export", help="write a checkpoint for others: timm and hub folder, ONNX, torch.export"
+        "export", help="convert a checkpoint: folder for timm and the hub, ONNX, torch.export"
     )
-    source = "a run, one of its checkpoints, or an imported folder; or a YAML file"
+    source = "a run, one of its checkpoints, an imported folder, or a YAML file"
     export.add_argument("config", metavar="RUN", help=source)
     export.add_argument("out", nargs="?", help="directory to write (with a YAML file: out=DIR)")
-    export.add_argument("--formats", help="comma-separated (default: timm,onnx,torch)")
+    export.add_argument("--formats", help="formats, comma-separated (default: timm,onnx,torch)")
     export.add_argument(
-        "--with-preprocessing", action="store_true", help="graphs take uint8 images and normalize"
+        "--with-preprocessing", action="store_true", help="graphs normalize uint8 images"
     )
     export.add_argument(
         "--push-to", metavar="USER/NAME", help="push to this repository of the Hugging Face hub"
     )
-    export.add_argument("--revision", metavar="BRANCH", help="of that repository (default: main)")
+    export.add_argument("--revision", metavar="BRANCH", help="branch to push to (default: main)")
     export.add_argument(
         "overrides", nargs="*", default=[], help="key=value, such as license=apache-2.0"
     )
@@ -81,10 +80,10 @@ def _export(options: argparse.Namespace) -> int:
     make_directory(out.absolute().parent)
     free = shutil.disk_usage(out.absolute().parent).free
     if free < num_bytes:
-        problem = f"{out} needs {num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free"
+        problem = f"{out} needs {num_bytes / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free"
         raise UserError("out", problem, "free some space, or choose another disk", code="no-space")
     options.started = True
-    end_on_signals("nothing is saved")  # before the long imports
+    end_on_signals("nothing is saved")
     with doing("loading torch"):
         from finetune.export.export import export
 
@@ -110,7 +109,6 @@ def _settings_of(options: argparse.Namespace) -> ExportSettings:
 
 
 def _push(settings: ExportSettings) -> int:
-    """Push the files of the export, and no other files of the directory."""
     if settings.push_to is not None:
         out = Path(settings.out)
         with doing(f"{settings.push_to}: sending {out}"):
@@ -122,5 +120,5 @@ def _push(settings: ExportSettings) -> int:
                 private=settings.private,
                 obsolete=(ONNX, f"{ONNX}.data", PT2),
             )
-        print(f"{pushed}: one commit. Use it as pretrained={HUB}{settings.push_to}")
+        print(f"{pushed}: pushed as one commit. To use it: pretrained={HUB}{settings.push_to}")
     return OK

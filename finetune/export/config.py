@@ -1,14 +1,14 @@
-"""Settings of `finetune export`, and the files that it writes. No torch is imported.
+"""Settings of `finetune export`, and the files that it writes.
 
-OUT/model.safetensors   the checkpoint's weights, byte for byte; with timm's names if timm has the model
-OUT/config.json         the checkpoint metadata, for wide-mlps and timm
-OUT/README.md           a model card for the hub, see model_card.py
-OUT/model.onnx          with model.onnx.data if it is too large for one file
-OUT/model.pt2           a torch.export program
-OUT/export.json         weights, versions, and the largest difference of the graphs' logits
-OUT/record.json         the record of the export; it is not pushed
-OUT/sha256.json         the hashes of all other files, written last
-"""  # noqa: E501
+OUT/model.safetensors   exact copy of the weights; renamed weights if timm has the architecture
+OUT/config.json         checkpoint metadata, for wide-mlps and timm
+OUT/README.md           model card for the hub (model_card.py)
+OUT/model.onnx          ONNX graph; weights above 1.5 GB are in model.onnx.data
+OUT/model.pt2           torch.export program
+OUT/export.json         weights, versions, and largest difference between logits of graph and model
+OUT/record.json         record of the export, which is not pushed
+OUT/sha256.json         hashes of the other files that are pushed
+"""
 
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -32,8 +32,8 @@ class ExportSettings(Settings):
     pretrained: str = Field(examples=["runs/mine"])
     """A run directory, one of its checkpoints, an imported folder, or an export."""
     out: str = Field(examples=["exports/mine"])
-    """Output directory. It appears only after all its files are complete. An existing directory
-    with other content is not changed."""
+    """Output directory. It appears only when all files are complete. A directory with other content
+    is not changed."""
     formats: tuple[Format, ...] = Field(("timm", "onnx", "torch"), min_length=1)
     """Formats to write. timm: model.safetensors, config.json and a model card (always written).
     onnx: model.onnx. torch: model.pt2."""
@@ -52,9 +52,9 @@ class ExportSettings(Settings):
     """Hugging Face repository USER/NAME that gets the export as one commit. A missing repository is
     created. Log in with `hf auth login` or HF_TOKEN."""
     revision: str | None = Field(None, examples=["v2"])
-    """Branch that gets the commit. Default: main."""
+    """Branch to push to. Default: main."""
     private: bool = True
-    """Create a private repository. If true, a push to a public repository fails."""
+    """true: create a private repository, and fail if the repository is public."""
     record: RecordSettings = RecordSettings()
     allow_import: AllowedImport = None
 
@@ -77,7 +77,7 @@ class ExportSettings(Settings):
         return tuple(each for each in ("onnx", "torch") if each in self.formats)
 
     def identity(self, *, weights_sha256: str) -> dict[str, Any]:
-        """Return the facts that identify an export; `request` in export.json."""
+        """Return the facts that identify an export. export.json stores them as `request`."""
         return {
             "weights_sha256": weights_sha256,
             "formats": ["timm", *self.graphs],

@@ -1,10 +1,10 @@
-"""`finetune export`: write a checkpoint as a directory that others can use, complete and checked.
+"""`finetune export`: write a directory that timm, ONNX and torch.export can load.
 
-1. The checkpoint's files are compared with their hashes, and its weights with its model.
-2. model.safetensors is copied byte for byte. If timm has the architecture, the weights get timm's
-   names instead, and timm's model must predict the same logits.
+1. The hashes of the checkpoint are checked, and its weights are loaded into its model.
+2. model.safetensors is copied byte for byte. If timm has the architecture, the weights are renamed
+   instead, and timm's model must predict the same logits.
 3. Each graph is written, read back, and compared with the model (graphs.py).
-4. Model card, record and hashes are written; then the directory gets its name.
+4. Model card, record and hashes are written. Then the temporary directory is renamed.
 """
 
 import errno
@@ -46,11 +46,11 @@ LIBRARIES = ("torch", "timm", "safetensors", "onnx", "onnxscript", "onnxruntime"
 
 
 def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
-    """Return the lines to print."""
+    """Write the export, and return the lines to print."""
     out, card = Path(settings.out), source.card
     model, run = load_model(source).eval(), run_of(source.directory)
     place = (run.directory if run else source.home).parent
-    if (place / CONFIG_FILE).exists():  # a repetition: the directory that contains its group
+    if (place / CONFIG_FILE).exists():  # a repetition: use the directory that contains its group
         place = place.parent
     places = [Path(settings.results_from) if settings.results_from else place]
     results = results_of(
@@ -69,8 +69,8 @@ def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        problem, fix = "the disk is full", "free some space, or choose another disk"
-        raise UserError("out", f"{out}: {problem}", fix, code="no-space") from None
+        problem, fix = f"the disk of {out} is full", "free some space, or choose another disk"
+        raise UserError("out", problem, fix, code="no-space") from None
     origin = f" of {run.name}, step {card.step:,}" if run else f" of {card.origin or source.home}"
     lines = [f"{out}: {card.model.label}{origin}, {len(card.classes):,} classes"]
     for file in sorted(out.iterdir()):
@@ -93,7 +93,7 @@ def _write_weights(
             problem, fix = "changed while it was copied", "run the same command again"
             raise UserError(str(source / MODEL), problem, fix, code="changed")
         return {}
-    import timm  # takes seconds, which other exports need not spend
+    import timm  # slow, and not needed by other exports
 
     spec = card.model.model_copy(update={"norm_eps": TIMM_NORM_EPS})
     timms_card = card.model_copy(update={"model": spec})
@@ -114,7 +114,7 @@ def _write_graphs(directory: Path, model: ImageModel, facts: Facts) -> dict[str,
     original, exported = modules
     inputs = graphs.trial_inputs(card, with_preprocessing=settings.with_preprocessing)
     expected = [original(x) for x in inputs]
-    example = next(x for x in inputs if len(x) == 2)  # torch takes a batch of 1 for a constant
+    example = next(x for x in inputs if len(x) == 2)  # a batch of 1 would be a constant
     metadata = {
         "input": input_name(settings),
         "normalized_inside": settings.with_preprocessing,

@@ -1,8 +1,8 @@
-"""A model as a graph in ONNX and torch.export, each read back and compared with the model.
+"""Export of a model to ONNX and torch.export. Each graph is read back and compared with the model.
 
 Graphs accept any batch size. Sparse layers become dense, because neither format has products of
-sparse matrices. Everything runs on the CPU in fp32.
-B batch, H height, W width, C channels, K classes.
+sparse matrices. Everything runs on the CPU in fp32. B batch, H height, W width, C channels, K
+classes.
 """
 
 import copy
@@ -26,13 +26,13 @@ from pretrain.models.layers.sparse import MaskedLinear, SparseLinear
 
 BATCH_SIZES = (1, 2, 5)
 TOLERANCE = 1e-4
-"""Largest accepted difference, relative to the largest logit. Rounding errors are 100 times
-smaller."""
+"""Largest accepted difference of logits, relative to the largest logit. Rounding errors are 100
+times smaller."""
 MOST_DENSE_BYTES = 16 << 30
 
 
 class Agreement(NamedTuple):
-    """Largest differences between a graph and the model, over all trial inputs."""
+    """Largest differences between the logits of a graph and of the model."""
 
     max_abs: float
     max_rel: float
@@ -66,8 +66,8 @@ def dense(model: ImageModel, *, label: str) -> ImageModel:
     modules: Any = {name: model.get_submodule(name) for name in layers}
     num_bytes = sum(4 * each.in_features * each.out_features for each in modules.values())
     if num_bytes > MOST_DENSE_BYTES:
-        size = f"{num_bytes / 1e9:,.0f} GB, more than {MOST_DENSE_BYTES / 1e9:.0f}"
-        problem = f"onnx and torch have no sparse matrices; dense ones of {label} take {size}"
+        size = f"{num_bytes / 1e9:,.0f} GB (at most {MOST_DENSE_BYTES / 1e9:.0f} GB are supported)"
+        problem = f"onnx and torch need dense matrices, which take {size} for {label}"
         raise UserError("formats", problem, "use --formats timm", code="unsupported")
     copied = copy.deepcopy(model)
     for name, layer in modules.items():
@@ -103,7 +103,7 @@ def trial_inputs(card: ModelCard, *, with_preprocessing: bool) -> list[Tensor]:
 def agreement(
     expected: list[Tensor], answers: Callable[[Tensor], Tensor], inputs: list[Tensor], *, graph: str
 ) -> Agreement:
-    """Compare the logits of a graph with the model's, and fail if they differ."""
+    """Return the differences between logits of a graph and of the model. Fail above TOLERANCE."""
     max_abs = max_rel = 0.0
     for x, wanted_BK in zip(inputs, expected, strict=True):
         found_BK, largest = answers(x), float(wanted_BK.abs().max())
@@ -111,9 +111,9 @@ def agreement(
         if found_BK.shape == wanted_BK.shape:
             off = float((found_BK - wanted_BK).abs().max())
         relative = off / max(largest, 1e-6)
-        if not relative <= TOLERANCE:  # NaN fails, too
-            problem = f"the logits of {graph} are off by {relative:.2g} of the largest logit"
-            fix = f"please report it, and remove {graph} from formats"
+        if not relative <= TOLERANCE:  # fails for NaN
+            problem = f"the logits of {graph} differ by {relative:.2g} of the largest logit"
+            fix = f"report this error, and remove {graph} from formats"
             raise UserError("formats", problem, fix, code="mismatch")
         max_abs, max_rel = max(max_abs, off), max(max_rel, relative)
     return Agreement(max_abs, max_rel)
@@ -134,7 +134,7 @@ def write_onnx(module: nn.Module, example: Tensor, path: Path, *, metadata: dict
     program.model.metadata_props.update(
         {k: v if isinstance(v, str) else json.dumps(v) for k, v in metadata.items()}
     )
-    program.save(path)  # beyond 1.5 GB with the weights in a second file
+    program.save(path)  # above 1.5 GB, weights are in a second file
 
 
 def answers_of_onnx(path: Path) -> Callable[[Tensor], Tensor]:
@@ -165,7 +165,7 @@ def answers_of_pt2(path: Path) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def _quiet(graph: str) -> Iterator[None]:
-    """Hide the exporters' logs for developers, and turn their failures into one message."""
+    """Hide developer logs of an exporter, and raise a UserError if the exporter fails."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():

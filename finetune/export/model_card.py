@@ -1,7 +1,4 @@
-"""README.md of an export: a model card for the Hugging Face hub. Unknown facts are "not stated".
-
-No torch is imported.
-"""
+"""README.md of an export: a model card for the Hugging Face hub. Unknown facts are "not stated"."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +21,8 @@ RECIPE = (
     *("lrs", "weight_decays", "epochs", "batch_size", "seed"),
     *("optimizer", "schedule", "train", "augment", "engine"),
 )
-"""Settings of a probe, and sections of a training config, that contain no paths."""
+"""Config keys for the model card: settings of a probe, and sections of a training. They contain no
+paths."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def readme(facts: Facts) -> str:
 
 
 def front_matter(facts: Facts) -> ModelCardData:
-    """Return the hub's metadata, with the results of exactly these weights."""
+    """Return the hub's metadata, with the results of the exported weights only."""
     card = facts.card
     own = {each[1:5]: each for each in facts.results if each.is_of_these_weights}  # each once
     results = [
@@ -105,12 +103,12 @@ def _model_rows(facts: Facts) -> list[tuple[str, str]]:
         stored = f"squares by {card.stored_crop} and {card.stored_interpolation}"
     renamed = ""
     if timms_own(card) is not None and isinstance(model, MixerSpec):
-        renamed = " of the checkpoint; here under timm's names"
+        renamed = " of the checkpoint. This export uses timm's names"
         if model.norm_eps != TIMM_NORM_EPS:
             scale = math.sqrt(TIMM_NORM_EPS / model.norm_eps)
             renamed += (
-                f", the residual stream scaled by {scale:.4g}, because timm's norms have an epsilon"
-                f" of {TIMM_NORM_EPS:g} and this model {model.norm_eps:g}"
+                f", and scales the residual stream by {scale:.4g}, because timm's norms have an"
+                f" epsilon of {TIMM_NORM_EPS:g}, and the norms of this model {model.norm_eps:g}"
             )
     mean, std = (
         ", ".join(f"{value:.6g}" for value in values)

@@ -10,12 +10,12 @@ FIELD = "push_to"
 
 
 def check_access(repository: str, *, private: bool) -> None:
-    """Check the name and the token, and that a private export stays private."""
+    """Fail if the name or the token is not valid, or if `private` and the repository is public."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 
     if repository.count("/") != 1:
-        problem = f"{repository or 'nothing'} is not a repository"
+        problem = f"{repository!r} is not a repository name"
         raise SettingsError(FIELD, problem, "write USER/NAME", code="bad-value")
     with hub_errors(FIELD, repository):
         HfApi().whoami()
@@ -24,7 +24,7 @@ def check_access(repository: str, *, private: bool) -> None:
         except RepositoryNotFoundError:
             return  # `push` creates it
     if private and not is_private:
-        fix = "add private=false if everybody may have these weights"
+        fix = "set private=false to publish these weights"
         raise SettingsError(FIELD, f"{repository} is public", fix, code="conflict")
 
 
@@ -37,10 +37,10 @@ def push(
     revision: str | None,
     private: bool,
 ) -> str:
-    """Push these files of the folder as one commit. Return the repository name with the hash of the
-    commit.
+    """Push `files` of the folder as one commit, which also deletes `obsolete` files. Return the
+    repository name with the hash of the commit.
 
-    A missing branch is created. The same commit removes `obsolete` files.
+    A missing repository or branch is created.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 

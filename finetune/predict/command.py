@@ -1,5 +1,4 @@
-"""`finetune predict` on the command line. Options are checked, and the images are counted, before
-torch is imported."""
+"""`finetune predict` on the command line. It counts the images before it imports torch."""
 
 import argparse
 import sys
@@ -26,22 +25,22 @@ Input = Part | Sequence[Path]
 
 def add_verbs(verbs: Verbs) -> None:
     predict = verbs.add_parser(
-        "predict", help="predict the classes of any images: a row for each, as CSV or Parquet"
+        "predict", help="predict the classes of any images, one row per image, as CSV or Parquet"
     )
     predict.add_argument(
-        "pretrained", metavar="RUN", help="a run, a checkpoint, an export or an import"
+        "pretrained", metavar="RUN", help="a run, a checkpoint, an export or an imported folder"
     )
     kinds = (
         "images, folders, plain tars with or without labels, datasets of data_prep or their URLs"
     )
     predict.add_argument("pictures", metavar="IMAGES", nargs="+", help=kinds)
-    columns = "a .csv or .parquet file: `picture`, class, probability, ..., error"
+    columns = "a .csv or .parquet file with columns image, class, probability, ..., error"
     predict.add_argument("--out", metavar="FILE", type=Path, help=columns)
-    features = "a .parquet file with the features that a linear probe would see"
+    features = "a .parquet file for the features (input of a linear probe)"
     predict.add_argument("--features", metavar="FILE", type=Path, help=features)
-    top = f"number of classes for each image (default: {TOP} at most)"
+    top = f"number of top classes for each image (default: at most {TOP})"
     predict.add_argument("--top", metavar="K", type=at_least(1), help=top)
-    predict.add_argument("--split", metavar="NAME", help="of the datasets (default: all splits)")
+    predict.add_argument("--split", metavar="NAME", help="split of datasets (default: all splits)")
     predict.epilog = "finetune predict runs/mine photos --out predictions.csv"
     predict.set_defaults(run=_predict)
 
@@ -63,7 +62,7 @@ def _predict(options: argparse.Namespace) -> int:
         if path is not None:
             check_place(path.parent, field=field)
     places = [
-        # of a dataset in a bucket, the local copy of its manifest and indices
+        # local copy of the manifest and indices of a remote dataset
         local_copy(place, storage=None)
         if "://" in place and not Path(place).suffix
         else Path(place)
@@ -85,7 +84,7 @@ def _predict(options: argparse.Namespace) -> int:
         file=sys.stderr,
         flush=True,
     )
-    end_on_signals("nothing is saved")  # before the long imports
+    end_on_signals("nothing is saved")
     counts = [
         each.num_samples if isinstance(each, Part) else sum(map(_count, each)) for each in inputs
     ]
@@ -101,7 +100,7 @@ def _predict(options: argparse.Namespace) -> int:
 def inputs_of(paths: Sequence[Path], *, split: str | None) -> list[Input]:
     """Return the inputs in their order. Fail if a path does not exist."""
     for path in paths:
-        if ":/" in str(path):  # Path makes one slash of two
+        if ":/" in str(path):  # Path replaces // with /
             fix = "download it, or index it first with data_prep index ... label=none"
             raise SettingsError("IMAGES", f"{path} is not on this disk", fix, code="unsupported")
         if not path.is_dir() and not path.is_file():
@@ -133,6 +132,6 @@ def _count(path: Path) -> int:
     """Count the images of an input. This finds a damaged tar before hours of work."""
     count = sum(1 for _ in pictures_in(path))
     if not count:
-        fix = f"for its tars give {path}/*.tar" if any(path.glob("*.tar")) else "remove it"
+        fix = f"to read its tars, give {path}/*.tar" if any(path.glob("*.tar")) else "remove it"
         raise SettingsError("IMAGES", f"{path} holds no images", fix, code="empty")
     return count

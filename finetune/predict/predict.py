@@ -1,10 +1,9 @@
-"""Predict images: one row for each image, in order. A row has the most probable classes (or the
-reason why there are none) and, on request, the features.
+"""Predict images and write one row for each image, in order. A row has the most probable classes,
+or the reason why the image does not decode. On request, a second file has the features.
 
-An image becomes the square that `data_prep build` would have stored, and is resized as `finetune
-evaluate` resizes it. Images of a dataset already are squares. The loader's threads read and decode
-images, and memory holds one group of rows. The files appear complete or not at all.
-B batch, K classes, T top classes.
+An image becomes the square that `data_prep build` would have stored, and is resized as in `finetune
+evaluate`. Files are written atomically. Memory holds one group of rows. B batch, K classes, T top
+classes.
 """
 
 from collections import Counter
@@ -77,9 +76,8 @@ class Predictor:
 
     @property
     def squares(self) -> ImageSpec:
-        """Crop and size of the square that each image becomes. The crop is the center if the
-        training's crop is unknown, or if it is `full`, because evaluation then uses only the
-        center."""
+        """Crop, size and filter that make an image square. `center` replaces an unknown crop and
+        `full`, because evaluation uses only the center of such images."""
         card = self.card
         return ImageSpec(
             image_size=card.stored_size or card.image_size,
@@ -89,7 +87,7 @@ class Predictor:
         )
 
     def batch(self, pictures: Iterable[Image.Image]) -> Batch:
-        """Return a batch of opened images. (The command may decode a JPEG at a smaller size.)"""
+        """Return a batch of PIL images. (The command may decode a JPEG at a smaller size.)"""
         squares = [square(each, self.squares) for each in pictures]
         ids = np.arange(len(squares))
         labels = torch.zeros(len(ids), dtype=torch.long)
@@ -104,8 +102,8 @@ class Predictor:
 
 
 class PictureReader:
-    """Image files with the interface of the reader of datasets: read by number, into a batch of
-    squares."""
+    """Reader of image files with the interface of ShardReader. It reads images by number into a
+    batch of squares."""
 
     is_remote, decodes = False, True
 
@@ -131,7 +129,7 @@ class PictureReader:
         return bad
 
     def aspects(self, places: Places) -> None:
-        """All images are squares."""
+        """Do nothing, because all images are squares."""
 
     def names(self, ids: Ids) -> list[tuple[str, str]]:
         return [("", self._pictures[number].name) for number in ids.tolist()]
@@ -140,7 +138,7 @@ class PictureReader:
         """Do nothing, because all images are local."""
 
     def end_waits(self) -> None:
-        """Do nothing. Ctrl-C does not wait for the rest of a batch."""
+        """Stop reading, so that Ctrl-C does not wait for the rest of a batch."""
         self._ended = True
 
 
@@ -153,7 +151,8 @@ def predict(
     out: Path | None,
     features: Path | None,
 ) -> list[str]:
-    """Write the files, and return the lines to print. `counts`: number of images of each input."""
+    """Predict all images, write `out` and `features`, and return the lines to print. `counts`:
+    number of images of each input."""
     predictor, pairs, num_bad = Predictor.open(checkpoint), Counter[tuple[str, str | None]](), 0
     with ExitStack() as opened:
         writers: list[tuple[Path, pa.Schema, Any]] = []
@@ -195,7 +194,7 @@ def _schema(top: int, *, features: bool) -> pa.Schema:
 
 
 def accuracy_of(pairs: Counter[tuple[str, str | None]], classes: Sequence[str]) -> list[str]:
-    """Return one line about the labeled images, or none if there are fewer than two.
+    """Return a line with the accuracy on labeled images, or no line for fewer than two images.
 
     `pairs`: counts of (label, prediction). The prediction is None if an image does not decode.
     """
@@ -212,7 +211,7 @@ def accuracy_of(pairs: Counter[tuple[str, str | None]], classes: Sequence[str]) 
         largest = max(count.values()) / total
         class_mean = sum(right[name] / count[name] for name in count) / len(count)
     num_others = sum(number for (label, _), number in pairs.items() if label not in known)
-    others = f"; {num_others:,} more have no class of the model as their folder" * bool(num_others)
+    others = f"; the folders of {num_others:,} more are no classes of the model" * bool(num_others)
     guessed = baselines(len(classes), largest)
     return [
         f"{accuracy(right.total() / total, class_mean)} of {total:,} labeled images"
@@ -229,8 +228,7 @@ def _labels_of(reader: Reader, ids: Ids) -> list[str]:
 
 
 def _readers(each: Input, predictor: Predictor) -> Iterator[tuple[Reader, str]]:
-    """Yield readers for an input, and a prefix for the names of their images. The images of a
-    folder are split into groups."""
+    """Yield (reader, prefix of the image names) for an input. Image files are read in groups."""
     if isinstance(each, Part):
         settings = ReadingSettings(dataset=str(each.directory))
         with reading([each], settings, image_size=predictor.card.image_size) as reader:

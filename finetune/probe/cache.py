@@ -1,7 +1,8 @@
-"""Names, sizes and room of the features that probe and k-NN keep on disk. No torch is imported.
+"""Directories, sizes and free space of the features that probe and k-NN keep on disk. No torch is
+imported.
 
-A name has the hash of everything that the features depend on, so features with the right name are
-the right features (features.py).
+A directory name contains a hash of all facts that the features depend on. A directory with the
+expected name can therefore be reused.
 """
 
 import shutil
@@ -23,14 +24,14 @@ from pretrain.models.cost import num_features_of
 from pretrain.models.imported import code_of
 
 VERSION = 2
-"""Version of the computation. Raise it if the same key would give other features."""
+"""Version of the feature computation. Increase it if a code change changes the features."""
 Which = Literal["train", "plain", "test"]
-"""Use of features. train: views for training the heads. plain: plain images, from which the
-held-out samples are taken."""
+"""Use of features. train: to train heads (augmented if num_views > 0). plain: held-out samples, not
+augmented. test: test split."""
 
 
 class Wanted(NamedTuple):
-    """A split and the needed views. None means the plain images."""
+    """A split and the needed views. View None is the plain images."""
 
     split: str
     views: list[int | None]
@@ -54,18 +55,17 @@ class Cache:
 
     @property
     def augment(self) -> AugmentSettings:
-        """The augmentation of views, with the filter that resizes plain images."""
+        """Augmentation settings of the views, with the checkpoint's filter and crop as defaults."""
         augment, source = self.settings.augment or AugmentSettings(), self.source
         return augment.fed_as(source.interpolation, source.eval_crop)
 
     def place_of(self, split: str, view: int | None) -> Path:
-        """Return the directory of the features of a split in one view."""
         name = "plain" if view is None else f"view{view:03d}"
         key = hash_of_json(self.key(split, view))[:16]
         return self.settings.features_place / f"{self.manifest.name}-{split}-{name}-{key}"
 
     def temporary_of(self, place: Path) -> Path:
-        """Return this run's own directory, because another job may write the same features."""
+        """Return a temporary directory for `place` that only this run uses."""
         writer = hash_of_json(str(Path(self.settings.run_dir).absolute()))[:8]
         return place.with_name(f"{TEMPORARY_PREFIX}{place.name}-{writer}")
 
@@ -94,7 +94,7 @@ class Cache:
 
     @cached_property
     def missing_gb(self) -> float:
-        """Size of the needed features that are not on disk yet."""
+        """Size in GB of the needed features that are not on disk yet."""
         source, size = self.source, self.source.image_size
         num_features = 3 * size**2
         if source.checkpoint:
@@ -124,7 +124,7 @@ class Cache:
         free_gb = (shutil.disk_usage(above).free + left) / 1e9
         if self.missing_gb <= min(free_gb, settings.cache_gb):
             return None
-        limit, fix = f"{place} has {free_gb:.3g} GB", "choose another features_dir"
+        limit, fix = f"{place} has {free_gb:.3g} GB free", "choose another features_dir"
         if settings.cache_gb < free_gb:
             limit, fix = f"cache_gb allows {settings.cache_gb:g}", "raise cache_gb"
         if isinstance(settings, ProbeSettings):
@@ -136,7 +136,8 @@ class Cache:
 def check_room(
     settings: ProbeSettings | KnnSettings, manifest: Manifest, checkpoint: Checkpoint | None
 ) -> None:
-    """Fail if features must be kept, but exceed the space in every precision of `auto`."""
+    """Fail if the features must be kept on disk but do not fit. For feature_precision=auto, fail
+    only if neither fp32 nor bf16 features fit."""
     image_size, channel_stats = settings.data.image_size, settings.channel_stats
     fed = Fed.of(checkpoint, manifest, image_size=image_size, channel_stats=channel_stats)
     precision = settings.feature_precision

@@ -1,5 +1,4 @@
-"""`finetune probe` and `finetune knn` on the command line. Settings are checked before torch is
-imported."""
+"""`finetune probe` and `finetune knn` on the command line."""
 
 import argparse
 import shlex
@@ -37,7 +36,7 @@ def add_verbs(verbs: Verbs) -> None:
             "probe",
             "train linear classifiers on a checkpoint's features (pretrained=null: on pixels)",
         ),
-        ("knn", "evaluate a checkpoint's features by the nearest training images"),
+        ("knn", "evaluate a checkpoint's features by k nearest neighbors"),
     ):
         config = f"configs/{name}/demo.yaml"
         example = f"finetune {name} {config} pretrained=runs/mine dataset=data/mine run_dir=runs/mine-{name}"  # noqa: E501
@@ -65,7 +64,7 @@ def _run(verb: str, options: argparse.Namespace) -> int:
         checkpoint = Checkpoint.open(settings.pretrained, verify=world.local_rank == 0)
         card = checkpoint.card
         if data.image_size not in (None, card.image_size):
-            trained = f"{settings.pretrained} was trained at {card.image_size}"
+            trained = f"{settings.pretrained} was trained with {card.image_size} pixels"
             problem, fix = f"{data.image_size} is set, but {trained}", "remove data.image_size"
             raise SettingsError("data.image_size", problem, fix, code="mismatch")
         warn_once(card.other_pixels(manifest, dataset=data.dataset), world)
@@ -73,7 +72,7 @@ def _run(verb: str, options: argparse.Namespace) -> int:
     if options.ranks:
         return launch_ranks(verb, [options.config], options)
     options.started = True
-    end_on_signals(f"complete features stay in {settings.features_place}")  # before long imports
+    end_on_signals(f"complete features are kept in {settings.features_place}")
     with doing("loading torch", enabled=world.is_first):
         from finetune.probe.knn import knn
         from finetune.probe.probe import probe
@@ -105,7 +104,7 @@ def _checked_data(settings: ProbeSettings | KnnSettings) -> Manifest:
     if isinstance(settings, KnnSettings):
         settings.check_against(manifest)
     elif holdout is None and manifest.splits[train].num_samples < 2:
-        problem = f"{train!r} has one sample, and one must be held out"
+        problem = f"{train!r} has one sample, but one sample must be held out"
         raise DatasetError("data.train_split", problem, "choose another split", code="empty")
     return manifest
 

@@ -1,4 +1,4 @@
-"""Settings of `finetune probe` and `finetune knn`. No torch is imported."""
+"""Settings of `finetune probe` and `finetune knn`."""
 
 import math
 from pathlib import Path
@@ -41,8 +41,7 @@ _DEFAULT: HeadOptimizer = "lbfgs"
 
 
 def _as_tuple(value: Any) -> Any:
-    """Convert one number to a tuple, and a list too, because pydantic accepts no list after our
-    validator."""
+    """Convert a number or a list to a tuple, because pydantic rejects both."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
@@ -55,7 +54,7 @@ class FeatureDataSettings(ReadingSettings):
     train_split: str = "train"
     """Training split."""
     test_split: str = "val"
-    """Test split. It never affects the choice of a candidate."""
+    """Test split. It is never used to choose a learning rate or another setting."""
     image_size: int | None = Field(None, ge=8, le=1024, examples=[64])
     """Image size in pixels. Default: the image size of the checkpoint, or of the dataset if there
     is no checkpoint."""
@@ -69,8 +68,6 @@ class FeatureDataSettings(ReadingSettings):
 
 
 class FeatureSettings(ShortRunSettings):
-    """Settings of the features, for `finetune probe` and `finetune knn`."""
-
     run_dir: str = Field(examples=["runs/mine-probe"])
     """Directory of the run: event log, resolved config, result."""
     data: FeatureDataSettings
@@ -78,21 +75,21 @@ class FeatureSettings(ShortRunSettings):
     """Checkpoint that computes the features. null: use the pixels as features, as a baseline."""
     channel_stats: ChannelStats = "checkpoint"
     feature_batch_size: int | None = Field(None, ge=1, examples=[512])
-    """Number of images in a forward pass on each rank. Default: 512, and more for small models on
-    GPUs."""
+    """Number of images in a forward pass on each rank. Default: 512, or up to 8192 for small models
+    on GPUs."""
     feature_precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
     """Precision of the frozen model. auto: bf16 on GPUs, fp32 on CPUs. If you change it, the
     features are computed again."""
     feature_dtype: FeatureType = "float32"
-    """Type of the features on disk. float16 has three significant digits and needs half the space.
-    """
+    """Number format of the features on disk. float16 has three significant digits and needs half
+    the space."""
     features_dir: str | None = Field(None, examples=["/scratch/features"])
-    """Directory of the features. Several runs can share one. Default: `features` next to the run
-    directory."""
+    """Directory of the features. Several runs can share the directory. Default: `features` next to
+    the run directory."""
 
     @property
     def must_keep(self) -> bool:
-        """True if features are kept on disk regardless of their size."""
+        """True if features must be on disk, regardless of their size."""
         return True
 
     @property
@@ -101,7 +98,7 @@ class FeatureSettings(ShortRunSettings):
         return Path(self.features_dir) if self.features_dir else default
 
     def used(self, manifest: Manifest) -> list[tuple[Part, str]]:
-        """Return the splits that the run uses, and their uses."""
+        """Return each split of the run with its use, "training" or "evaluation"."""
         uses = {self.data.train_split: "training", self.data.test_split: "evaluation"}
         return [(Part(self.data.directory, manifest, split), use) for split, use in uses.items()]
 
@@ -115,49 +112,50 @@ class ProbeSettings(FeatureSettings):
         _NOT_FOR_LBFGS, "optimizer=lion"
     )
     features: Literal["auto", "cache", "stream"] = "auto"
-    """cache: compute features once and keep them on disk. stream: compute them for each batch, on
-    all ranks together. auto: cache, or stream if the features exceed `cache_gb` or the free space.
-    The trained heads are the same."""
+    """cache: compute features once and keep them on disk. stream: compute features again for each
+    batch, divided over all ranks. auto: cache, or stream if the features exceed `cache_gb` or the
+    free space. The trained heads are the same."""
     cache_gb: float = Field(100.0, ge=0)
-    """Largest size of new features on disk. If they are larger, features=auto streams them.
-    features=cache and optimizer=lbfgs fail."""
+    """Largest size of new features on disk, in GB. Larger features are streamed with features=auto,
+    and are an error with features=cache or optimizer=lbfgs."""
     optimizer: HeadOptimizer = _DEFAULT
-    """Optimizer of the heads. lbfgs: logistic regression, which minimizes cross-entropy +
-    weight_decay / 2 |W|^2 until it converges. lion and adamw decouple weight decay from the
-    gradient; sgd adds it to the gradient. Biases never decay. Views need lion, adamw or sgd."""
+    """Optimizer of the linear heads. lbfgs: logistic regression that minimizes cross-entropy +
+    weight_decay / 2 |W|^2 until convergence. lion and adamw decouple weight decay from the
+    gradient; sgd adds weight decay to the gradient. Biases never decay. num_views > 0 needs lion,
+    adamw or sgd."""
     lrs: Annotated[tuple[float, ...], _ONE_OR_MORE] = _GRIDS[_DEFAULT]["lrs"]
     """Learning rates to try. Each combination of learning rate, weight decay and epochs is a
-    candidate. One pass over the features trains all candidates, and the best one on held-out
-    samples is kept. The defaults of the three lists depend on the optimizer."""
+    candidate. All candidates train together, and the best candidate on held-out samples is kept.
+    The defaults of `lrs`, `weight_decays` and `epochs` depend on the optimizer."""
     weight_decays: Annotated[tuple[float, ...], _ONE_OR_MORE] = _GRIDS[_DEFAULT]["weight_decays"]
     """Weight decays to try (see `lrs`)."""
     epochs: Annotated[tuple[int, ...], _ONE_OR_MORE] = (1000,)
     """Numbers of epochs to try (see `lrs`), each with its own schedule. For lbfgs: largest number
     of passes over the features."""
     schedule: ScheduleSettings = ScheduleSettings()
-    """Learning rate schedule; not for lbfgs."""
+    """Learning rate schedule (not for lbfgs)."""
     batch_size: int = Field(256, ge=1)
     """Batch size. All candidates train on the same batches."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    """Fraction of the target probability that is spread over all classes; not for lbfgs."""
+    """Fraction of the target probability that is spread over all classes (not for lbfgs)."""
     gradient_clip_norm: float = Field(0.0, ge=0)
-    """Largest gradient norm of each candidate; larger gradients are clipped. 0: no clipping. Not
-    for lbfgs."""
+    """Largest gradient norm of each candidate (not for lbfgs). Larger gradients are clipped. 0: no
+    clipping."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum (SGD only)."""
     nesterov: bool = True
     """Use Nesterov momentum (SGD only)."""
     tolerance: float = Field(1e-5, gt=0)
-    """Largest entry of the gradient at which lbfgs stops."""
+    """Largest absolute gradient entry at which lbfgs stops."""
     standardize: bool = True
     """Scale features to mean 0 and standard deviation 1 over the training split. The saved
-    classifier takes features without this scaling."""
+    classifier includes this scaling."""
     num_views: int = Field(0, ge=0, le=10_000)
-    """Number of augmented views of each training image; 0 learns from plain images. Epoch e learns
-    from view e mod num_views."""
+    """Number of augmented views of each training image. 0: train on plain images. Epoch e trains on
+    view e mod num_views."""
     augment: AugmentSettings | None = Field(None, examples=[{"crop_scale": [0.4, 1.0]}])
-    """Augmentation of the views. View v of an image is the image that training would use in epoch
-    v. Images are never mixed."""
+    """Augmentation of the views (needs num_views). View v is the image that a training uses in
+    epoch v. mixup and cutmix are not supported."""
     holdout_fraction: float = Field(0.2, gt=0, lt=1)
     """Fraction of the training split that is held out to choose the best candidate. The test split
     never affects the choice."""
@@ -209,18 +207,18 @@ class ProbeSettings(FeatureSettings):
             ("num_views", self.num_views and self.augment is None, "needs augment",
              "set augment, for example augment.crop_scale=[0.4,1.0]"),
             ("augment", self.augment and not self.num_views, "has no effect without num_views",
-             "set it, for example num_views=10"),
-            *((f"augment.{field}", True, f"{way} is not valid: features have one label each",
+             "set num_views, for example num_views=10"),
+            *((f"augment.{field}", True, f"{way} is not valid: each image has one label",
                f"set augment.{field}=0")
               for way, field in (self.augment.mixing if self.augment else {}).items()),
-            ("epochs", is_lbfgs and len(self.epochs) > 1, "lbfgs takes one limit of passes",
-             "set one number"),
+            ("epochs", is_lbfgs and len(self.epochs) > 1, "lbfgs takes only one value",
+             "set the largest number of passes"),
             *((name, is_lbfgs and getattr(self, name) != fields[name].default,
-               "lbfgs does not use it", f"set optimizer=lion, or remove {name}")
+               "has no effect with lbfgs", f"set optimizer=lion, or remove {name}")
               for name in _NOT_FOR_LBFGS),
             ("features", is_lbfgs and self.features == "stream",
              "stream is not valid with lbfgs, which needs many passes", "set optimizer=lion"),
-            ("num_views", is_lbfgs and self.num_views, "lbfgs needs fixed features",
+            ("num_views", is_lbfgs and self.num_views, "lbfgs does not support views",
              "set optimizer=lion"),
             ("holdout_split", holdout in (self.data.train_split, self.data.test_split),
              f"{holdout!r} is also a training or test split", "choose another split"),
@@ -245,16 +243,17 @@ class KnnSettings(FeatureSettings):
     seed: ClassVar[int] = 0
     cache_gb: ClassVar[float] = math.inf
     neighbors: Annotated[tuple[int, ...], _ONE_OR_MORE] = Field((20, 10, 100, 200), min_length=1)
-    """Numbers k of nearest training images that vote. Several numbers take no longer than one.
-    `test_top1` is the accuracy with the first number. The best one would be a choice on the test
-    split."""
+    """Numbers k of nearest training images that vote. One run evaluates all numbers. `test_top1` is
+    the accuracy with the first number, because the best number would be a choice on the test split.
+    """
     weights: Literal["softmax", "uniform", "distance"] = "softmax"
     """Weight of a vote. softmax: exp(cosine similarity / temperature). uniform: 1. distance: 1 /
     cosine distance."""
     temperature: float = Field(0.07, gt=0)
     """Temperature of the softmax weights."""
     chunk_mb: int = Field(256, ge=1)
-    """Memory for blocks of features and similarities, in megabytes. It changes only the speed."""
+    """Memory for blocks of features and similarities, in megabytes. The value changes only the
+    speed."""
 
     @model_validator(mode="after")
     def _numbers_make_sense(self) -> "KnnSettings":

@@ -1,22 +1,21 @@
-"""The features of a split in plain or augmented views: found on disk, or computed once and kept.
+"""Features of a split, in plain or augmented views. They are computed once and kept on disk.
 
     FEATURES/NAME-KEY/
       features.npy     (N, D), in the split's order
-      features.json    key, rows of a block, sha256 of each block of rows; written last
+      features.json    key, rows per block, sha256 of each block of rows; written last
 
-The key (cache.py) is the hash of everything that the features depend on. Any number of ranks finds
-the features that any other number has written. Ranks and nodes share the directory:
+The key (cache.py) is a hash of all facts that the features depend on, so without the number of
+ranks. All ranks and nodes share the directory:
 
-1. The first rank creates a temporary directory with one file of full size for each missing view.
-2. Each rank computes its blocks of images, writes them into its slices and hashes them. Up to ten
-   views are computed together, so images are decoded once for them.
-3. When all ranks are done, the first rank adds features.json and renames the directory. If another
-   job was faster, its equal features stay.
+1. The first rank creates a temporary directory with a file of full size for each missing view.
+2. Each rank computes the features of its images, and writes and hashes its rows. Up to ten views
+   share the decoded images.
+3. When all ranks have finished, the first rank adds features.json and renames the directory. If
+   another job was faster, its equal features stay.
 
-A kill before step 3 leaves a temporary name. Nothing reads it, and the same command removes it.
-An error of one rank ends all ranks. Before features are used, the ranks compare all blocks with
-their hashes, each rank its fraction. Every rank maps the table; none holds it.
-B batch, D features, N samples, n chosen samples.
+A kill before step 3 leaves a temporary directory, which the same command removes. An error on one
+rank ends all ranks. Before features are used, each rank checks the hashes of its fraction of the
+blocks. B batch, D features, N samples, n chosen samples.
 """
 
 import errno
@@ -60,7 +59,7 @@ VIEWS_AT_ONCE = 10
 """Number of views that are computed together. A kill loses at most this many views."""
 FACTS, VALUES = "features.json", "features.npy"
 VISIBLE_WITHIN_S = 60.0
-"""Seconds within which a network file system must show a file of another node."""
+"""Seconds to wait for a network file system to show a file of another node."""
 
 
 def undecodable(shard: str, key: str, *, dataset: str) -> DatasetError:
@@ -69,7 +68,7 @@ def undecodable(shard: str, key: str, *, dataset: str) -> DatasetError:
 
 
 class ElsewhereError(UserError):
-    """Error on another rank, which prints the problem."""
+    """Error on another rank. The other rank prints the problem."""
 
     of_all_ranks = True
 
@@ -101,7 +100,7 @@ class Table:
 
 @dataclass(frozen=True)
 class FeatureMaker:
-    """Finds or computes tables of features. All ranks must call its methods together."""
+    """Find or compute tables of features. All ranks must call the methods together."""
 
     settings: ProbeSettings | KnnSettings
     manifest: Manifest
@@ -149,7 +148,7 @@ class FeatureMaker:
                 what = "features" if len(views) == 1 else found
                 print(f"{split}: {what} found in {self.settings.features_place}")
             labels_N = torch.from_numpy(reader.labels.astype(np.int64))
-        # private pages: writing to the rows changes nothing on disk
+        # copy-on-write: changes of the rows never reach the disk
         values = [np.load(_visible(place / VALUES), mmap_mode="c") for place in places]
         return [Table(torch.from_numpy(values_ND), labels_N) for values_ND in values]
 
@@ -157,8 +156,8 @@ class FeatureMaker:
     def batch_size(self) -> int:
         """Number of images in a forward pass on each rank.
 
-        A GPU gets about 10^12 operations in a pass, so that a pass takes longer than the launch of
-        the next one.
+        On a GPU, the default is about 10^12 operations in a pass, which take longer than the launch
+        of the next pass.
         """
         checkpoint, given = self.backbone.checkpoint, self.settings.feature_batch_size
         if given is not None or checkpoint is None or self.device.type != "cuda":
@@ -229,8 +228,7 @@ class FeatureMaker:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Wait at the end of the block until all ranks are there. An error on one rank is raised on
-        all ranks."""
+        """Wait for all ranks at the end of the block. Raise an error of one rank on all ranks."""
         fault: Exception | None = None
         try:
             yield
@@ -238,7 +236,7 @@ class FeatureMaker:
             fault = error
         if self.group.any_rank(fault is not None):
             raise fault or ElsewhereError(
-                "features", "another rank failed", "see its message", code="another-rank"
+                "features", "another rank failed", "see its error message", code="another-rank"
             )
 
     def _write(
@@ -249,7 +247,7 @@ class FeatureMaker:
         *,
         title: str,
     ) -> None:
-        """Compute and write this rank's rows. A GPU computes the next batches meanwhile."""
+        """Compute and write this rank's rows. A GPU computes the next batches at the same time."""
         settings, size, device = self.settings, self.batch_size, self.device
         augmentation = self.backbone.augmentation(
             self.cache.augment, seed=settings.seed, device=device
@@ -259,7 +257,7 @@ class FeatureMaker:
             reader, title=title, local_batch_size=size, world=self.world, device=device
         ):
             assert batch.mask_B is not None
-            if batch.num_bad:  # masked in its place; padding repeats the last sample
+            if batch.num_bad:  # bad images are masked in place; padding repeats the last
                 in_place = batch.samples == batch.samples[0] + np.arange(len(batch.samples))
                 ((shard, key),) = reader.names(batch.samples[in_place & ~batch.mask_B.numpy()][:1])
                 raise undecodable(shard, key, dataset=settings.data.dataset)
@@ -287,7 +285,7 @@ class _File:
     dtype: "np.dtype[Any]"
     shape: tuple[int, int]
     hashes: dict[int, str] = field(default_factory=dict)
-    """Hash of each slice of this rank, by the number of its first row."""
+    """Hash of each slice that this rank wrote, by the number of its first row."""
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -297,7 +295,7 @@ class _File:
             yield
 
     def write(self, rows_BD: "np.ndarray[Any, Any]", first: int) -> None:
-        """Write rows to the file, from row `first` on."""
+        """Write and hash rows, from row `first` on. Fail if a value is not finite."""
         if not np.isfinite(rows_BD).all():
             is_half = self.dtype.itemsize == 2
             problem = "does not fit into float16" if is_half else "is not finite"
@@ -337,7 +335,7 @@ def _publish(temporary: Path, place: Path, facts: dict[str, Any]) -> None:
 
 
 def _is_complete(place: Path, part: int = 0, num_parts: int = 1) -> bool:
-    """True if each block matches its hash. Only the blocks of one part are read."""
+    """True if each block matches its hash. Only the blocks part, part + num_parts, ... are read."""
     try:
         facts = json.loads((place / FACTS).read_text())
         hashes, block = list(facts["sha256"]), int(facts["rows_per_block"])
@@ -353,13 +351,13 @@ def _is_complete(place: Path, part: int = 0, num_parts: int = 1) -> bool:
 
 
 def _visible(path: Path) -> Path:
-    """Return the path as soon as this node sees it."""
+    """Wait until this node sees the path, and return it. Fail after VISIBLE_WITHIN_S."""
     deadline_s = time.monotonic() + VISIBLE_WITHIN_S
     while not path.exists():
         if time.monotonic() > deadline_s:
             problem = "another node wrote it, and this node does not see it"
             fix = "choose a features_dir that all nodes share"
             raise UserError(str(path), problem, fix, code="missing-path")
-        sorted(path.parent.parent.iterdir())  # network file systems look again
+        sorted(path.parent.parent.iterdir())  # refreshes a network file system
         time.sleep(0.05)
     return path

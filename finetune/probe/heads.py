@@ -1,11 +1,10 @@
-"""Many linear heads trained at once: forward and backward are one matrix product for all heads.
+"""Train many linear heads at once. Forward and backward are one matrix product for all heads.
 
-The gradient of the mean cross-entropy by the logits is (softmax - target) / B, so autograd records
-nothing. Heads begin at zero. The order of an epoch is a function of (seed, epoch).
+The gradient of the mean cross-entropy with respect to the logits is (softmax - target) / B, so
+autograd is not used. Heads begin at zero. The sample order depends only on (seed, epoch).
 
 B batch. E rows of a head: D features, the bias, then zeros (rows.py). G candidates, K classes.
-C = K G columns: all candidates of the first class, then of the next. Operations over classes then
-run over adjacent candidates.
+C = K G columns: all candidates of the first class, then of the next.
 """
 
 import math
@@ -24,15 +23,13 @@ from pretrain.data.order import Ids, hash64, permute
 from pretrain.optim.schedule import Schedule
 
 JUDGED_NUMBERS = 8_000_000
-"""Number of logits in memory while heads are evaluated."""
+"""Largest number of logits in memory while heads are evaluated."""
 _ORDER = 0x68656164
-"""Part of the random key of the sample order. Other permutations with the same seed have another
-key."""
+"""Constant in the random key of the sample order. Other orders with the same seed use another
+constant."""
 
 
 class Candidate(NamedTuple):
-    """Settings of one linear head."""
-
     lr: float
     weight_decay: float
     epochs: int
@@ -54,8 +51,8 @@ class Update:
     Each column has its own learning rate and decay. Only the D feature rows decay.
 
     lion    w -= lr (sign(0.9 m + 0.1 g) + decay w), then m = 0.99 m + 0.01 g; sign(0) is 0
-    sgd     torch's: g += decay w, m = momentum m + g, w -= lr m; Nesterov: w -= lr (g + momentum m)
-    adamw   torch's, with betas of 0.9 and 0.999 and eps 1e-8
+    sgd     torch: g += decay w, m = momentum m + g, w -= lr m; Nesterov: w -= lr (g + momentum m)
+    adamw   torch, with betas of 0.9 and 0.999 and eps 1e-8
     """
 
     def __init__(self, weights_EC: Tensor, settings: ProbeSettings, *, num_features: int):
@@ -66,7 +63,7 @@ class Update:
         self._spare_EC = torch.empty_like(weights_EC)
 
     def keep(self, columns: Tensor) -> None:
-        """Keep only these columns."""
+        """Keep only these columns of the weights and of the optimizer state."""
         self.weights_EC = self.weights_EC[:, columns].contiguous()
         self._states = [state[:, columns].contiguous() for state in self._states]
         self._spare_EC = torch.empty_like(self.weights_EC)
@@ -107,8 +104,8 @@ def train_heads(
     num_classes: int,
     num_epochs: int | None = None,
 ) -> Tensor:
-    """Return the trained heads (G, E, K). Each head is the same as without the other heads.
-    `num_epochs`: number of epochs to read, by default the epochs of the longest candidate."""
+    """Return the trained heads (G, E, K). A head does not depend on the other candidates.
+    `num_epochs`: number of epochs to read (default: the epochs of the longest candidate)."""
     num_batches, device = -(-rows.num_rows // settings.batch_size), rows.device
     warmup, cooldown = (
         parse_length(length).steps(global_batch_size=settings.batch_size, num_samples=rows.num_rows)
@@ -137,7 +134,7 @@ def train_heads(
             )
             gradient_EC = torch.empty_like(update.weights_EC)
             for (x_BE, labels_B), lr_G in zip(batches, lr_TG.unbind(), strict=True):
-                if not active:  # other ranks ask for the rows, too
+                if not active:  # read on: all ranks request the same rows
                     continue
                 errors_BC = errors_of(
                     x_BE @ update.weights_EC,
@@ -150,7 +147,7 @@ def train_heads(
                     clip(gradient_EC, norm=settings.gradient_clip_norm, num_classes=num_classes)
                 update.step(gradient_EC, lr_C=lr_G.repeat(num_classes), decay_C=decay_C)
             kept = [place for place, each in enumerate(now) if each.epochs > epoch + 1]
-            if len(kept) < len(active):  # heads of these candidates are finished
+            if len(kept) < len(active):  # some heads are finished
                 trained_GEK = as_heads(update.weights_EC, num_classes=num_classes)
                 heads_GEK[torch.tensor(active, device=device)] = trained_GEK
                 columns = torch.arange(num_classes).view(-1, 1) * len(active)
@@ -171,9 +168,9 @@ def clip(gradient_EC: Tensor, *, norm: float, num_classes: int) -> None:
 def errors_of(
     logits_BC: Tensor, labels_B: Tensor, *, num_classes: int, smoothing: float = 0.0
 ) -> Tensor:
-    """Return softmax - target, the gradient of the summed cross-entropy by the logits."""
+    """Return softmax - target: the gradient of the summed cross-entropy at the logits."""
     logits_BKG = logits_BC.view(len(logits_BC), num_classes, -1)
-    if logits_BKG.shape[2] == 1:  # faster for adjacent classes
+    if logits_BKG.shape[2] == 1:  # a faster way for one candidate
         errors_BC = torch.softmax(logits_BC, dim=1)
         places_B1 = labels_B.unsqueeze(1)
         errors_BC.scatter_add_(
@@ -198,13 +195,13 @@ def as_columns(heads_GEK: Tensor) -> Tensor:
 
 
 def as_heads(columns_EC: Tensor, *, num_classes: int) -> Tensor:
-    """Return the columns as heads (G, E, K), in the same memory."""
+    """Return a view of the columns as heads (G, E, K)."""
     return columns_EC.view(len(columns_EC), num_classes, -1).permute(2, 0, 1)
 
 
 @torch.no_grad()
 def judge(rows: Rows, heads_GEK: Tensor) -> list[Score]:
-    """Evaluate each head on all rows."""
+    """Return the score of each head on all rows."""
     num_candidates, _, num_classes = heads_GEK.shape
     weights_EC = as_columns(heads_GEK)
     right_G, loss_G = (

@@ -1,11 +1,12 @@
-"""`finetune knn`: weighted votes of the nearest training images by cosine similarity, exact.
+"""`finetune knn`: exact nearest neighbors by cosine similarity, with weighted votes.
 
-The first of equally near rows count, so blocks and ranks change no prediction. Each rank
-evaluates a range of the test split.
+Among equally near training rows, the first rows vote. Predictions therefore do not depend on blocks
+and ranks. Each rank evaluates a range of the test split.
 
 Products are in double precision and rounded to 2^-23, so a pair of rows has the same similarity in
-any block. A key combines similarity and row in one integer; the best of many keys are one `topk`.
-Q test rows, T training rows, t and q rows of a block, D features, M neighbors, K classes.
+any block. A key combines similarity and row number in one integer, so that one `topk` finds the
+nearest rows. Q test rows, T training rows, t and q rows of a block, D features, M neighbors, K
+classes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,18 +30,18 @@ from pretrain.ranks.world import World
 from pretrain.tracking.run_tags import target_of
 
 _CLOSEST = 1e-6
-"""Smallest cosine distance in the weight of a vote."""
+"""Lower bound of the cosine distance in votes with weights=distance."""
 _GRID, _MOST_ROWS = 2**23, 2**29
-"""A key is similarity * _GRID * _MOST_ROWS - row. Keys are below 2^53, so doubles hold them
-exactly."""
+"""Number of similarity steps in 0..1, and largest number of training rows. A key is similarity *
+_GRID * _MOST_ROWS - row. Keys are below 2^53, so doubles represent them exactly."""
 _MOST_TRAINING = 2048
-"""Largest number of training rows in a block. More rows make no product faster."""
+"""Largest number of training rows in a block. Larger blocks are not faster."""
 
 
 def knn(
     settings: KnnSettings, world: World, checkpoint: Checkpoint | None
 ) -> dict[str, Any] | None:
-    """Return the result, on the first rank."""
+    """Return the result on the first rank, None on other ranks."""
     manifest, run_dir = load_manifest(settings.data.directory), Path(settings.run_dir)
     used = settings.used(manifest)
     with session(settings, world, used=used, checkpoint=checkpoint, task="knn") as (
@@ -86,7 +87,7 @@ def accuracies(
         count=counts[-1],
     )
     placed_TD = None
-    if device.type == "cuda":  # copied once if it takes less than half of the free memory
+    if device.type == "cuda":  # copy the table if it takes less than half of the free memory
         placed_TD = OnDevice(device, room=torch.cuda.mem_get_info(device)[0] // 2).of(train)
     train_labels_T = train.labels_N.to(device)
     right = torch.zeros(len(counts), dtype=torch.float64, device=device)
@@ -112,9 +113,9 @@ def block_sizes(
     num_bytes: int, *, num_features: int, num_classes: int, count: int
 ) -> tuple[int, int]:
     """Return the numbers of test and training rows of a block that fits into `num_bytes`."""
-    per_training = 20 * num_features  # the rows, and twice in double precision
+    per_training = 20 * num_features  # a row in fp32, and two copies in double precision
     num_training = min(_MOST_TRAINING, max(1, num_bytes // 4 // per_training))
-    # rows, products and keys, their merging, votes
+    # rows, products, keys, merged keys, votes
     per_query = 20 * num_features + 24 * num_training + 56 * count + 8 * num_classes
     return max(1, (num_bytes - num_training * per_training) // per_query), num_training
 
@@ -122,7 +123,8 @@ def block_sizes(
 def neighbors_of(
     queries_qD: Tensor, training: Iterator[Tensor], *, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return (similarities, rows) of the nearest rows, nearest first. Rows have length 1."""
+    """Return (similarities, row numbers) of the `count` nearest training rows, nearest first. All
+    rows must have norm 1."""
     best_qM = torch.empty(len(queries_qD), 0, dtype=torch.float64, device=queries_qD.device)
     start = 0
     for part_tD in training:
@@ -157,7 +159,7 @@ def answers(
 
 
 def unit_rows(chunks: Iterable[Tensor], *, device: torch.device) -> Iterator[Tensor]:
-    """Scale rows to length 1, in double precision, on the device."""
+    """Yield rows on the device, in double precision, scaled to norm 1."""
     for part in chunks:
         PROGRESS.touch()
         yield normalize(part.to(device).double(), dim=1)

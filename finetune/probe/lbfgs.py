@@ -2,11 +2,10 @@
 
 Each head minimizes mean cross-entropy + decay / 2 |W|^2 (biases do not decay) with its own history.
 A pass over the features evaluates one trial point of each head. A head accepts its trial and
-chooses a new direction if the loss satisfies Armijo's condition. Otherwise it tries a shorter step
-in the next pass. (`torch.optim.LBFGS` trains one head at a time: six times as long for four
-decays.) Points and gradients are in double precision; products over the features in single.
-
-G candidates, E rows of a head: D features, the bias, then zeros; K classes, B batch (heads.py).
+chooses a new direction if the loss satisfies Armijo's condition. Otherwise the head tries a shorter
+step in the next pass. (`torch.optim.LBFGS` trains one head at a time, which takes six times as long
+for four decays.) Points and gradients are in double precision. Products with the features are in
+single precision. Shape letters: see heads.py.
 """
 
 from collections import deque
@@ -21,11 +20,11 @@ from finetune.probe.rows import Rows
 
 HISTORY_SIZE = 10
 SUFFICIENT_DECREASE = 1e-4
-"""Armijo's constant."""
+"""Constant of Armijo's condition."""
 ROUNDING = 1e-7
 """Relative error of a loss in single precision."""
 LEAST_STEP = 1e-8
-"""Smallest step. A smaller one changes nothing in single precision."""
+"""Smallest step size. Smaller steps change nothing in single precision."""
 PASS_NUMBERS = 16_000_000
 """Number of logits in memory at a time."""
 
@@ -46,7 +45,8 @@ class Minimizer:
 
     @property
     def is_stuck(self) -> bool:
-        """True if no step lowers the loss in single precision, before convergence."""
+        """True if the head stopped before convergence, because no step lowers the loss in single
+        precision."""
         return self.is_done and not self.has_converged
 
     @property
@@ -54,7 +54,7 @@ class Minimizer:
         return float(self._gradient.abs().max())
 
     def update(self, loss: float, gradient: Tensor) -> None:
-        """Take the loss and gradient at `trial`, and choose the next trial."""
+        """Use the loss and gradient at `trial` to choose the next trial."""
         self.num_passes += 1
         if self.num_passes == 1:
             self._accept(loss, gradient)
@@ -79,7 +79,7 @@ class Minimizer:
             return
         self._direction = self._two_loop_recursion()
         self._slope = float((self._direction * gradient).sum())
-        if self._slope >= 0:  # rounding has spoiled the history
+        if self._slope >= 0:  # rounding errors made the history useless
             self._history.clear()
             self._direction, self._slope = -gradient, -float(gradient.square().sum())
         first_step = min(1.0, 1 / max(1e-30, float(gradient.norm())))
@@ -108,7 +108,7 @@ class Minimizer:
 def minimize(
     rows: Rows, candidates: Sequence[Candidate], *, tolerance: float, num_classes: int
 ) -> tuple[Tensor, list[Minimizer]]:
-    """Return the heads (G, E, K) on the rows' device, and for each head how its training ended."""
+    """Return the heads (G, E, K) on the rows' device, and the final state of each iteration."""
     most = max(candidate.epochs for candidate in candidates)
     shape = (len(candidates), rows.width, num_classes)
     starts = torch.zeros(shape, dtype=torch.float64, device=rows.device)
@@ -130,7 +130,7 @@ def minimize(
 def objective(
     rows: Rows, heads_GEK: Tensor, *, decays: Sequence[float]
 ) -> tuple[list[float], Tensor]:
-    """Return the loss of each head and the gradients, from one pass over the rows."""
+    """Return the loss of each head and the gradients (G, E, K), from one pass over the rows."""
     num_candidates, _, num_classes = heads_GEK.shape
     weights_EC = as_columns(heads_GEK).float()
     gradient_EC = torch.zeros(weights_EC.shape, dtype=torch.float64, device=rows.device)

@@ -1,7 +1,7 @@
-"""`finetune probe`: a grid of linear heads on features that are computed once, or streamed.
+"""`finetune probe`: a grid of linear heads on frozen features.
 
-1. Features of both splits, and of views, are found or computed (features.py, source.py).
-2. All ranks train their fraction of the candidates and evaluate it on held-out samples.
+1. Features of the training and test split are read from disk, or computed (features.py, source.py).
+2. Each rank trains its fraction of the candidates and evaluates them on held-out samples.
 3. The first rank trains the best candidate again on the complete training split, and evaluates it
    once on the test split. It saves the model as a checkpoint, then result.json.
 
@@ -41,7 +41,7 @@ from pretrain.tracking.run_tags import target_of
 from pretrain.tracking.tracker import RunIdentity, Tracker
 
 _HOLDOUT = 0x686F6C64
-"""Part of the random key that selects the held-out samples."""
+"""Constant in the random key that selects the held-out samples."""
 
 
 class Judged(NamedTuple):
@@ -62,14 +62,14 @@ class Outcome(NamedTuple):
     judged: list[Judged]
     best: Judged
     classifier: tuple[Tensor, Tensor]
-    """(weight_KD, bias_K) for features without scaling."""
+    """(weight_KD, bias_K) for unscaled features."""
     result: dict[str, Any]
 
 
 def probe(
     settings: ProbeSettings, world: World, checkpoint: Checkpoint | None
 ) -> dict[str, Any] | None:
-    """Return the result, on the first rank."""
+    """Return the result on the first rank, None on other ranks."""
     manifest, run_dir = load_manifest(settings.data.directory), Path(settings.run_dir)
     used = settings.used(manifest)
     with session(settings, world, used=used, checkpoint=checkpoint, task="probe") as (
@@ -82,7 +82,7 @@ def probe(
                 source, settings=settings, num_classes=len(manifest.classes), world=world
             )
         if outcome is None:
-            return None  # no rank waits for the first one
+            return None  # the other ranks do not wait
         report(outcome, tracker)
         if checkpoint is not None:
             save_classifier(settings, outcome, maker)
@@ -94,8 +94,8 @@ def probe(
 def choose_and_test(
     source: Cached | Streamed, *, settings: ProbeSettings, num_classes: int, world: World
 ) -> Outcome | None:
-    """Return the outcome on the first rank, None on other ranks. If rows are shared, all ranks must
-    stay until the end."""
+    """Return the outcome on the first rank, None on other ranks. If all ranks compute rows together
+    (`are_shared`), all ranks stay until the end."""
     unscaled = Standard.none(source.num_features)
     standard = source.standard() if settings.standardize else unscaled
     kept, held = held_out(source.num_train, settings)
@@ -134,8 +134,8 @@ def choose_and_test(
 
 
 def folded(head_EK: Tensor, standard: Standard) -> tuple[Tensor, Tensor]:
-    """Return (weight_KD, bias_K) for plain features that predict the same as the head for scaled
-    features."""
+    """Return (weight_KD, bias_K) that predict the same from unscaled features as the head from
+    scaled features."""
     num_features = len(standard.mean_D)
     weight_DK, bias_K = head_EK[:num_features].cpu().double(), head_EK[num_features].cpu().double()
     scaled_DK = weight_DK / standard.std_D.double().unsqueeze(1)
@@ -177,7 +177,6 @@ def scores_on_test(classifier: tuple[Tensor, Tensor], rows: Rows) -> dict[str, A
 
 
 def report(outcome: Outcome, tracker: Tracker) -> None:
-    """Print and record the grid and the scores."""
     judged, best = outcome.judged, outcome.best
     print_grid(judged, best, console())
     for hint in edges(best, judged):
@@ -189,7 +188,6 @@ def report(outcome: Outcome, tracker: Tracker) -> None:
 
 
 def save_classifier(settings: ProbeSettings, outcome: Outcome, maker: FeatureMaker) -> None:
-    """Save the backbone with the classifier as a checkpoint."""
     run_dir, manifest, backbone = Path(settings.run_dir), maker.manifest, maker.backbone
     mean, std = backbone.normalization
     assert backbone.checkpoint is not None and backbone.model is not None
@@ -233,7 +231,7 @@ def candidates_of(settings: ProbeSettings) -> list[Candidate]:
 class Head(NamedTuple):
     weights_EK: Tensor
     num_steps: int
-    """Number of training steps; for L-BFGS, of passes over the features."""
+    """Number of training steps. For L-BFGS: number of passes over the features."""
 
 
 def heads_of(
@@ -259,10 +257,10 @@ def heads_of(
         decays = ", ".join(f"{each.weight_decay:g}" for each, _ in late)
         more = "" if all(end.is_stuck for _, end in late) else "epochs, "
         print(
-            f"lbfgs: no convergence with weight decay {decays}: after"
-            f" {max(end.num_passes for _, end in late)} passes, gradients are up to"
+            f"lbfgs: no convergence with weight decay {decays}. After"
+            f" {max(end.num_passes for _, end in late)} passes, the largest gradient entry is"
             f" {max(end.largest_gradient for _, end in late):.1e}, above tolerance"
-            f" {settings.tolerance:g}. To converge, increase {more}tolerance or weight_decays."
+            f" {settings.tolerance:g}. Increase {more}tolerance or weight_decays."
         )
     return [Head(head, end.num_passes) for head, end in zip(heads_GEK, ends, strict=True)]
 
@@ -278,8 +276,8 @@ def judged_candidates(
 ) -> tuple[list[Judged], dict[Candidate, Head]]:
     """Return all candidates with their scores, and the heads of this rank.
 
-    If rows are shared, all ranks must ask for them. Therefore a rank without candidates trains the
-    first one.
+    If rows are shared, all ranks must request the same rows. A rank without candidates therefore
+    trains the first candidate.
     """
     candidates, group = candidates_of(settings), PatientGroup()
     own = shares(candidates, world.num_ranks)[world.rank]
@@ -303,7 +301,8 @@ def judged_candidates(
 
 
 def shares(candidates: Sequence[Candidate], num_ranks: int) -> list[list[int]]:
-    """Assign each candidate, the longest first, to the rank with the least work."""
+    """Return the candidates of each rank. Each candidate, longest first, goes to the rank with the
+    least work."""
     work, dealt = [0] * num_ranks, [list[int]() for _ in range(num_ranks)]
     for number in sorted(range(len(candidates)), key=lambda number: -candidates[number].epochs):
         rank = work.index(min(work))
@@ -313,10 +312,12 @@ def shares(candidates: Sequence[Candidate], num_ranks: int) -> list[list[int]]:
 
 
 def best_of(judged: list[Judged], *, num_held: int) -> Judged:
-    """Return the candidate with the lowest held-out loss among those with the best accuracy.
+    """Return the candidate with the lowest held-out loss among the candidates with the best
+    accuracy.
 
-    Accuracies within one standard error of the highest are equal. Losses are compared to three
-    digits. Then the smallest learning rate, the shortest length and the largest decay win.
+    Accuracies within one standard error of the highest are equal. Losses are rounded to three
+    decimals. Ties go to the smallest learning rate, then to the fewest epochs, then to the largest
+    decay.
     """
     usable = [each for each in judged if not each.has_diverged]
     if not usable:
@@ -334,25 +335,24 @@ def best_of(judged: list[Judged], *, num_held: int) -> Judged:
 
 
 def edges(best: Judged, judged: list[Judged]) -> list[str]:
-    """Return a hint for each list of settings if all of the best candidates use its first or its
-    last value."""
+    """Return a hint for each grid setting whose best value is at an end of its list."""
     hints = []
     tied = [each.candidate for each in judged if each.score.top1 == best.score.top1]
     for name, field in (("lrs", "lr"), ("weight_decays", "weight_decay"), ("epochs", "epochs")):
         values = sorted({getattr(each.candidate, field) for each in judged})
         found = {getattr(each, field) for each in tied}
         for end, words in (
-            (values[0], "smallest; try smaller"),
-            (values[-1], "largest; try larger"),
+            (values[0], "smallest; also try smaller"),
+            (values[-1], "largest; also try larger"),
         ):
             if len(values) > 1 and found == {end} and end > 0:
-                hints.append(f"{name}: the best, {end:g}, is the {words} ones, too")
+                hints.append(f"{name}: the best value {end:g} is the {words} values")
     return hints
 
 
 def print_grid(judged: list[Judged], best: Judged, console: Console) -> None:
-    """Print a table for each number of epochs: a row for each weight decay, a column for each
-    learning rate."""
+    """Print a table for each number of epochs, with a row for each weight decay and a column for
+    each learning rate."""
     for epochs in sorted({each.candidate.epochs for each in judged}):
         layer = {each.candidate[:2]: each for each in judged if each.candidate.epochs == epochs}
         lrs, decays = (sorted({place[axis] for place in layer}) for axis in (0, 1))

@@ -1,8 +1,8 @@
 """Batches of standardized features on the device, with a column of ones for the bias.
 
-Tables are memory-mapped files, one for each view. Tables that fit are copied to the GPU. Batches of
-other tables are gathered from the file, for a GPU by a thread that is one batch ahead.
-B batch, D features, E = D + 1 padded to a multiple of 8, N rows of a table, n chosen rows.
+A table is a memory-mapped file with the features of one view. Tables that fit are copied to the
+GPU. Batches of other tables are gathered from the file. For a GPU, a thread gathers one batch in
+advance. B batch, D features, E = D + 1 padded to a multiple of 8, N rows of a table, n chosen rows.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +35,8 @@ class Standard(NamedTuple):
 
     @staticmethod
     def of(parts: Iterable[Tensor], *, num_features: int) -> "Standard":
-        """Compute both in one pass, in double precision. A constant feature is not scaled."""
+        """Compute mean and deviation in one pass, in double precision. Constant features are not
+        scaled."""
         count, mean = 0, torch.zeros(num_features, dtype=torch.float64)
         squares = torch.zeros_like(mean)
         for part in parts:
@@ -54,7 +55,7 @@ class Standard(NamedTuple):
 
 
 def filled_width(num_features: int) -> int:
-    """Return E, the number of columns with the bias and padding."""
+    """Return E: the number of features and the bias, padded to a multiple of 8."""
     return -(-(num_features + 1) // 8) * 8
 
 
@@ -62,8 +63,8 @@ class OnDevice:
     """Copies of tables on the device, if they fit."""
 
     def __init__(self, device: torch.device, *, room: float | None = None):
-        """`room`: memory for copies, in bytes. Default: a fraction of the free memory at the first
-        copy."""
+        """`room`: memory for copies in bytes (default: a fraction of the free memory at the first
+        copy)."""
         self.device, self._room = device, room
         self._placed: dict[int, tuple[Table, Tensor]] = {}
         """Table and its copy, by the id of the table. The id stays unique while the table is
@@ -88,7 +89,7 @@ class OnDevice:
 
 
 class Rows:
-    """The chosen rows of the tables of one split; all tables have the same labels."""
+    """Chosen rows of a split. Each view has its own table; all tables have the same labels."""
 
     def __init__(
         self,
@@ -124,7 +125,6 @@ class Rows:
             yield self._finished(values_BD), labels_B
 
     def chunks(self, *, view: int = 0, size: int = CHUNK) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield all rows in blocks, in the split's order."""
         return self.epoch(view, np.arange(self.num_rows), batch_size=size)
 
     def _finished(self, values_BD: Tensor) -> Tensor:

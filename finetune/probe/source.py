@@ -1,9 +1,9 @@
-"""Rows of a probe: from tables of features on disk, or streamed.
+"""Feature rows for a probe, read from tables on disk or streamed.
 
 Streamed features are computed for each request of rows, and are not kept. All ranks request the
 same rows at the same time. Each rank decodes and augments its fraction of the images, computes
-their features, and receives those of the other ranks. Therefore every rank gets complete batches,
-as from a table, and trains its fraction of the candidates.
+their features, and receives the features of the other ranks. Every rank therefore gets complete
+batches.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,8 +29,6 @@ from pretrain.data.reader import ShardReader, Unreadable, reading
 
 
 class Listed(NamedTuple):
-    """Sample order that is given by a list of samples."""
-
     samples: Ids
 
     def locate(self, positions: Ids) -> tuple[Ids, Ids]:
@@ -100,7 +98,7 @@ class StreamedRows(Rows):
 
 
 def _share_of(first: int, end: int, *, rank: int, num_ranks: int) -> Ids:
-    """Return this rank's rows. All ranks get the same number, so the last ranks repeat the last
+    """Return this rank's rows. All ranks get equally many rows, so the last ranks repeat the last
     row."""
     size = -(-(end - first) // num_ranks)
     return np.minimum(np.arange(first + rank * size, first + (rank + 1) * size), end - 1)
@@ -110,7 +108,7 @@ class Cached:
     """Rows of tables on disk. Each rank reads independently."""
 
     are_shared = False
-    """True if all ranks must ask for the same rows at the same time."""
+    """True if all ranks must request the same rows at the same time."""
 
     def __init__(self, tables: Mapping[Which, list[Table]], *, device: torch.device):
         self._tables, self._on_device = tables, OnDevice(device)
@@ -158,7 +156,7 @@ class Streamed:
 
 @contextmanager
 def source_of(settings: ProbeSettings, maker: FeatureMaker) -> Iterator[Cached | Streamed]:
-    """Choose between cached and streamed rows, the same on all ranks."""
+    """Yield cached or streamed rows. All ranks make the same choice."""
     wanted, cache = wanted_of(settings), maker.cache
     is_streamed = maker.group.any_rank(
         settings.features == "stream" or (not settings.must_keep and cache.fault is not None)
@@ -166,7 +164,7 @@ def source_of(settings: ProbeSettings, maker: FeatureMaker) -> Iterator[Cached |
     if maker.world.is_first and (is_streamed or cache.missing_gb):
         place, size = settings.features_place, f"{1e3 * cache.missing_gb:,.1f} MB more"
         if is_streamed:
-            print(f"features are streamed; keeping them would need {size} in {place}")
+            print(f"features are streamed; to keep them, {place} would need {size}")
         else:
             print(f"features are kept in {place} ({size})")
     if not is_streamed:

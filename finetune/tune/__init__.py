@@ -1,1 +1,1 @@
-"""Fine-tuning, `finetune tune`: another task for the one training loop."""
+"""Fine-tuning (`finetune tune`) with the training loop of `pretrain`."""

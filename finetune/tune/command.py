@@ -1,4 +1,4 @@
-"""`finetune tune` on the command line. Settings are checked before torch is imported."""
+"""`finetune tune` on the command line."""
 
 import argparse
 import os
@@ -51,7 +51,7 @@ finetune tune runs/tuned epochs=20"""
 
 def _tune(options: argparse.Namespace) -> int:
     if not options.ranks:
-        StopFlag().install()  # signals during the long imports count
+        StopFlag().install()  # handles signals during the long imports, too
     if stored_config(TuneSettings, options.config) is None:
         check_config(options.config, command="finetune tune configs/finetune/demo.yaml")
     settings = load_run_settings(TuneSettings, path=options.config, overrides=options.overrides)
@@ -103,12 +103,11 @@ def _tune(options: argparse.Namespace) -> int:
     if world.is_first:
         result = finished_result(run_dir) if finished else None
         words = in_words(result, baselines=data.baselines) if result else None
-        print(f"{run_dir}: {words or 'stopped; the same command resumes'}")
+        print(f"{run_dir}: {words or 'interrupted; the same command resumes the runs'}")
     return leave(finished, run_dir=None, is_first=world.is_first)
 
 
 def _checked_data(settings: TuneSettings, card: ModelCard, *, num_ranks: int) -> TrainingData:
-    """Load and check the data of one run."""
     training = settings.as_training(card)
     data = load_training_data(training.data)
     if (judged := data.eval_part()) is not None:

@@ -1,9 +1,9 @@
-"""Settings of `finetune tune`, and repetitions over seeds or folds. No torch is imported.
+"""Settings of `finetune tune`, and repetitions over seeds or folds.
 
     RUN/seed-0/ RUN/seed-1/ ...     one run for each repetition
-    RUN/result.json                 mean and spread, and the result of each run; written last
+    RUN/result.json                 mean, standard deviation and result of each run; written last
 
-The same command resumes the repetition that was interrupted. More seeds can be added later.
+The same command resumes an interrupted repetition.
 """
 
 import statistics
@@ -44,8 +44,8 @@ class TuneEngineSettings(PassSettings):
     """Settings of accelerate's data parallelism."""
 
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
-    """Precision of forward and backward pass; weights are in fp32. tf32: GPUs round the inputs of
-    matrix products to ten bits."""
+    """Precision of forward and backward pass. Weights are in fp32. tf32: fp32 storage, but GPUs
+    multiply matrices with a 10-bit mantissa."""
 
 
 class TuneSettings(TrainingSettings):
@@ -59,13 +59,13 @@ class TuneSettings(TrainingSettings):
     """pretrained: start from the checkpoint. scratch: train the same architecture from random
     weights, as a baseline."""
     head_init: Literal["zeros", "torch"] = "zeros"
-    """Initial weights of the new classifier: zeros, or torch's default for linear layers, as in
-    the code of Scaling MLPs."""
+    """Initial weights of the new classifier. torch: the default of torch.nn.Linear, as in the code
+    of Scaling MLPs."""
     channel_stats: ChannelStats = "checkpoint"
     allow_import: AllowedImport = None
     seeds: tuple[int, ...] | None = Field(None, examples=[[0, 1, 2]])
-    """Seeds for repeated runs. Each run uses one of them as train.seed. result.json has the mean
-    and standard deviation. You can add seeds later."""
+    """Seeds for repeated runs. Each run uses one seed as train.seed. result.json has the mean and
+    standard deviation over the runs. You can add seeds later."""
     folds: bool = False
     """Run once on each fold of the training split, as in the protocol of STL-10."""
     optimizer: OptimizerSettings = OptimizerSettings(
@@ -83,8 +83,8 @@ class TuneSettings(TrainingSettings):
             fix = "give different integers from 0 on, for example [0, 1, 2]"
             raise UserError("seeds", problem, fix, code="bad-value")
         if self.folds and self.data.fold is not None:
-            problem = f"true repeats on every fold, but data.fold is {self.data.fold}"
-            raise UserError("folds", problem, "remove one of them", code="conflict")
+            problem = f"true trains on every fold, but data.fold={self.data.fold} is one fold"
+            raise UserError("folds", problem, "remove one of the two", code="conflict")
         if self.data.stream:
             fix = "index the shards (data_prep index), or use pretrain train with start_from"
             raise UserError("data.stream", "is not supported by tune", fix, code="unsupported")
@@ -113,7 +113,7 @@ class TuneSettings(TrainingSettings):
 
 
 def repeats_of(settings: TuneSettings) -> list[TuneSettings]:
-    """Return the settings of each repetition, or the given settings without repetitions."""
+    """Return the settings of each repetition. Without seeds and folds, return only `settings`."""
     if settings.seeds is None and not settings.folds:
         return [settings]
     folds: Sequence[int | None] = [None]
@@ -150,7 +150,7 @@ def _repeat(settings: TuneSettings, *, seed: int | None, fold: int | None) -> Tu
 
 
 def check_kind(settings: TuneSettings) -> None:
-    """Fail if repetitions would be written to the directory of a single run, or the reverse."""
+    """Fail if the directory holds a single run, but `settings` has repetitions, or the reverse."""
     path = Path(settings.run_dir) / CONFIG_FILE
     is_begun = path.exists() and not is_worthless(path.parent)
     begun = read_yaml(path).get("seeds") if is_begun else settings.seeds
@@ -161,7 +161,7 @@ def check_kind(settings: TuneSettings) -> None:
 
 
 def check_resume_of(settings: TuneSettings, repeats: list[TuneSettings]) -> None:
-    """Check `resume`. `must` needs one checkpoint or result of any repetition."""
+    """Check the setting `resume`. resume=must needs a checkpoint or result of any repetition."""
     unfinished = unfinished_of(repeats)
     has_any = len(unfinished) < len(repeats) or any(map(list_checkpoints, unfinished))
     for place in () if settings.resume == "must" and has_any else unfinished:
@@ -174,7 +174,7 @@ def unfinished_of(repeats: list[TuneSettings]) -> list[Path]:
 
 
 def is_finished(settings: TuneSettings) -> bool:
-    """True if all runs have finished."""
+    """True if all repetitions have finished."""
     result, repeats = finished_result(Path(settings.run_dir), settings), repeats_of(settings)
     if result is None or repeats == [settings]:
         return result is not None
@@ -182,7 +182,7 @@ def is_finished(settings: TuneSettings) -> bool:
 
 
 def summary(repeats: list[TuneSettings]) -> dict[str, Any]:
-    """Return mean (`eval/top1`) and sample standard deviation (`eval/top1_std`) of all runs."""
+    """Return mean (`eval/top1`) and sample standard deviation (`eval/top1_std`) over all runs."""
     places = [Path(each.run_dir) for each in repeats]
     results = {place.name: finished_result(place) or {} for place in places}
     found: dict[str, Any] = {"runs": results, "num_runs": len(results)}
@@ -194,7 +194,6 @@ def summary(repeats: list[TuneSettings]) -> dict[str, Any]:
 
 
 def in_words(result: dict[str, Any], *, baselines: str) -> str:
-    """Return one line of text about a summary."""
     if "eval/top1" not in result:
         return f"{result['num_runs']} runs, not evaluated"
     words = f"top-1 {100 * result['eval/top1']:.2f}"

@@ -1,5 +1,5 @@
-"""`finetune tune`: the one training loop over accelerate, from a checkpoint's weights with a new
-head (or from scratch)."""
+"""`finetune tune`: the training loop of `pretrain` with accelerate. It starts from a checkpoint
+with a new head, or from scratch."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -56,7 +56,7 @@ class Tuning(Task):
         *,
         group: Path | None = None,
     ):
-        """`group`: the run directory of the repetitions that this run belongs to."""
+        """`group`: run directory of the repetitions, if this run is a repetition."""
         card = checkpoint.card
         statistics = (card.channel_mean, card.channel_std)
         if settings.channel_stats == "target":
@@ -69,7 +69,7 @@ class Tuning(Task):
             tags={"task": "tune", "init": settings.init, "origin": card.origin},
         )
         self.parent_key, self.parent_dir = card.run_key or None, group or checkpoint.run_dir
-        self.remedy = "take devices with more memory"
+        self.remedy = "use devices with more memory"
         if not settings.engine.activation_checkpointing:
             self.remedy = f"set engine.activation_checkpointing=true, or {self.remedy}"
         self._tuning, self._checkpoint, self._is_repeat = settings, checkpoint, group is not None
@@ -129,7 +129,7 @@ def tune_repeatedly(
     checkpoint: Checkpoint,
     world: World,
 ) -> bool:
-    """Train all repetitions; False if they were interrupted."""
+    """Train all repetitions. Return False if a signal interrupted them."""
     run_dir, engine = Path(settings.run_dir), settings.engine
     parts = [replace(part, fold=settings.data.fold) for part in repeats[0][1].parts]
     stop = StopFlag().install()
@@ -223,7 +223,7 @@ class AccelerateEngine:
                     self._model(batch.images_BCHW), batch, label_smoothing=self.label_smoothing
                 ) / len(micro_batches)
                 total += loss.detach()
-                # a loss that is not finite shows in the gradients of all ranks
+                # makes the gradients of all ranks NaN if one loss is not finite
                 self.accelerator.backward(
                     loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
                 )
@@ -232,7 +232,7 @@ class AccelerateEngine:
             norm = norm_of([each.grad for each in parameters if each.grad is not None])
             if self.settings.gradient_clip_norm:
                 nn.utils.clip_grads_with_norm_(parameters, self.settings.gradient_clip_norm, norm)
-            applied = bool(norm.isfinite())  # gradients are the same on all ranks, and so is this
+            applied = bool(norm.isfinite())  # the same on all ranks, as the gradients are
             if applied:
                 self._stepper.step()
                 self._num_updates += 1

@@ -1,1 +1,1 @@
-"""`finetune import`: weights of other projects become a folder that every command reads."""
+"""`finetune import`: convert weights of other projects to a folder that every command can read."""

@@ -1,4 +1,4 @@
-"""`finetune import` on the command line. Options are checked before torch is imported."""
+"""`finetune import` on the command line."""
 
 import argparse
 from pathlib import Path
@@ -17,22 +17,22 @@ from pretrain.models.spec import Activation
 
 
 def add_verbs(verbs: Verbs) -> None:
-    verb = verbs.add_parser("import", help="make a folder like a checkpoint from other weights")
-    file = "a torch or safetensors file of scaling_mlps, or of a timm mixer_*"
+    verb = verbs.add_parser("import", help="convert other weights to a checkpoint folder")
+    file = "a torch or safetensors file of scaling_mlps or of timm's mixer_*"
     verb.add_argument("file", type=Path, help=file)
     verb.add_argument("--out", type=Path, required=True, help="the folder to write")
-    classes = "names: a text file with one per line, or a dataset; or their number"
+    classes = "class names (a dataset, or a text file with one name per line), or their number"
     verb.add_argument("--classes", help=classes)
     name = "name of the training set (default: the file's name)"
     verb.add_argument("--name", help=name)
-    order = "order of the pixels (default: chw)"
+    order = "order of input pixels: by channel (chw) or by pixel (hwc) (default: chw)"
     verb.add_argument("--flattening", choices=("chw", "hwc"), default="chw", help=order)
-    activation = "not in the weights (default: of the config next to the file, or gelu)"
+    activation = "activation (default: from the config next to the file, or gelu)"
     verb.add_argument("--activation", choices=get_args(Activation), help=activation)
-    both = "running average or plain weights, if the file has both (default: ema, as timm)"
+    both = "averaged (ema) or plain (raw) weights, if the file has both (default: ema)"
     verb.add_argument("--weights", choices=("ema", "raw"), default="ema", help=both)
     for statistic in ("mean", "std"):
-        text = "of the channels, on the scale 0..1"
+        text = f"{statistic} of the channels, on the scale 0..1"
         verb.add_argument(f"--{statistic}", type=float, nargs=3, help=text)
     verb.epilog = (
         "finetune import B-12_Wi-1024_res_64_cifar10 --out runs/public --classes data/cifar10"
@@ -70,7 +70,6 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def names_of(classes: str) -> tuple[str, ...]:
-    """Return the class names from a dataset or a text file."""
     dataset = local_copy(classes, storage=None)
     if dataset.is_dir():
         return load_manifest(dataset).classes

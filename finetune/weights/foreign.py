@@ -6,8 +6,9 @@
 | scaling_mlps MLP | linear_in, layers.I, layernorms.I, linear_out | MLP |
 | timm MlpMixer (mixer_*) | stem.proj, blocks.I.{norm1, mlp_tokens, norm2, mlp_channels} | Mixer |
 
-A BottleneckMLP computes z + Wc act(We norm(z)), an MLP W act(norm(z)); norms of a MlpMixer have an
-epsilon of 1e-6. Names and shapes show neither the order of pixels nor the activation.
+A BottleneckMLP block computes z + Wc act(We norm(z)), an MLP block W act(norm(z)). Norms of a
+MlpMixer have an epsilon of 1e-6. Names and shapes show neither the order of pixels nor the
+activation.
 """
 
 import math
@@ -32,13 +33,13 @@ Family = Literal["scaling_mlps", "timm"]
 
 @dataclass(frozen=True)
 class Layout:
-    """Facts that follow from names and shapes."""
+    """Model that the names and shapes of the weights describe."""
 
     family: Family
     spec: AnySpec
     image_size: int
     names: Mapping[str, str]
-    """Our name of each tensor, by its name in the file."""
+    """Name of each tensor in wide-mlps, by its name in the file."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Foreign:
     image_size: int
     num_classes: int
     weights: dict[str, Tensor]
-    """Tensors by our names, in float32, without shared memory."""
+    """Tensors by their names in wide-mlps, in float32, without shared memory."""
 
 
 def convert(
@@ -59,7 +60,7 @@ def convert(
     activation: Activation = "gelu",
 ) -> Foreign:
     """Convert the weights. Fail if they are unknown or incomplete."""
-    # the public finetune.py puts the head into a module
+    # finetune.py of scaling_mlps wraps the head
     renamed = {
         name.replace("linear_out.linear.", "linear_out."): tensor
         for name, tensor in weights.items()
@@ -113,21 +114,21 @@ def recognize(found: Shapes, *, source: object, activation: Activation) -> Layou
     if "stem.weight" in found and "head.weight" in found:
         raise UserError(
             str(source),
-            "its weights have this project's format and need no conversion",
+            "the weights already have the format of wide-mlps",
             "Give the folder with its config.json to the other commands",
             code="wrong-command",
         )
     raise UserError(
         str(source),
-        f"its tensor names ({first(list(found))}) belong to no known family",
-        "Known are scaling_mlps' BottleneckMLP and MLP (linear_in.weight, ...) and timm's mixer_*"
+        f"the tensor names ({first(list(found))}) belong to no supported model",
+        "Give scaling_mlps' BottleneckMLP or MLP (linear_in.weight, ...) or timm's mixer_*"
         " (stem.proj.weight, blocks.0.mlp_tokens.fc1.weight, ...)",
         code="unknown-format",
     )
 
 
 def _sizes(found: Shapes, name: str, *axes: str) -> Sequence[int]:
-    """Return the shape of a tensor with these axes."""
+    """Return the shape of tensor `name`. Fail if the tensor does not have these axes."""
     shape = found.get(name)
     if shape is None or len(shape) != len(axes) or not all(shape):
         given = "missing" if shape is None else "x".join(map(str, shape)) or "a single number"
@@ -186,7 +187,7 @@ def _scaling_mlp(found: Shapes, activation: Activation) -> Layout:
 
 
 def _mixer(found: Shapes, activation: Activation) -> Layout:
-    """(A gmixer has the names of a Mixer, but its fc2 does not fit.)"""
+    """(A gmixer has the names of a Mixer, but `convert` fails because fc2 has another shape.)"""
     channels, colors, patch, width = _sizes(
         found, "stem.proj.weight", "channels", "colors", "height", "width"
     )
@@ -196,7 +197,7 @@ def _mixer(found: Shapes, activation: Activation) -> Layout:
     if (colors, patch, side**2) != (3, width, tokens):
         raise UserError(
             "stem.proj.weight",
-            f"it has {colors} channels and {tokens} patches of {patch} x {width}",
+            f"the model has {colors} channels and {tokens} patches of {patch} x {width}",
             "Only square RGB images in square patches are supported",
             code="unsupported",
         )

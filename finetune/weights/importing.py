@@ -1,8 +1,8 @@
-"""`finetune import`: make a folder like a checkpoint from a file of other weights.
+"""`finetune import`: convert a file of other weights to a checkpoint folder.
 
-Some facts are in neither names nor shapes (foreign.py): normalization, class names, activation.
-The command line comes first, then the config next to the file, a word in the file's name, and the
-family's defaults.
+Names and shapes (foreign.py) show neither normalization nor class names nor activation. These come
+from the first source that has them: command line, config next to the file, word in the file's name,
+default of the family.
 """
 
 import argparse
@@ -35,14 +35,14 @@ NORMALIZATIONS: dict[Family, dict[str, Normalization]] = {
     "scaling_mlps": {"cifar": CIFAR, "stl10": STL10, "": IMAGENET},
     "timm": {"miil": NONE, "": HALF},
 }
-"""Normalization by a word in the file's name, from the public data_stats.py of scaling_mlps and
+"""Normalization for file names with a word, from the public data_stats.py of scaling_mlps and
 timm's default_cfgs."""
 SQUARES: dict[str, Any] = {
     "stored_crop": "longer_side",
     "stored_interpolation": "area",
     "fed_interpolation": "area",
 }
-"""Crop and interpolation of FFCV in scaling_mlps."""
+"""Crop and interpolation of stored images, as in the FFCV files of scaling_mlps."""
 FROM_CONFIG, DEFAULT = "from the config next to the file", "the default of"
 _AVERAGE: dict[Kind, str] = {"ema": "the running average", "raw": "the plain weights"}
 
@@ -80,7 +80,7 @@ def import_weights(given: argparse.Namespace) -> list[str]:
         **facts,
     )
     if is_output(given.out, config_of(card), record=CONFIG, kind="these weights", field="out"):
-        Checkpoint.open(given.out)  # the same command again
+        Checkpoint.open(given.out)  # repeated command
     else:
         save_folder(given.out, card=card, weights=foreign.weights)
     with torch.device("meta"):
@@ -102,7 +102,7 @@ def import_weights(given: argparse.Namespace) -> list[str]:
         )
     if stored.average:
         other: Kind = "raw" if given.weights == "ema" else "ema"
-        lines.append(f"  weights: {average}--weights {other} imports {_AVERAGE[other]}")
+        lines.append(f"  weights: {_AVERAGE[given.weights]} (--weights {other}: {_AVERAGE[other]})")
     if card.timm_transform:
         words = ", ".join(f"{key} {value}" for key, value in card.timm_transform.items())
         lines.append(f"  timm's transform: {words}")
@@ -110,8 +110,8 @@ def import_weights(given: argparse.Namespace) -> list[str]:
 
 
 def config_beside(file: Path) -> dict[str, Any]:
-    """Read timm's config.json with its pretrained_cfg, or NAME_config or config.txt of
-    scaling_mlps."""
+    """Return timm's config.json with its pretrained_cfg, or NAME_config or config.txt of
+    scaling_mlps; empty without a config."""
     named = file.with_name(file.name.removesuffix("_weights") + "_config")
     for path in (named, file.with_name("config.txt"), file.with_name("config.json")):
         try:
@@ -129,7 +129,7 @@ def _activation(given: str | None, config: dict[str, Any]) -> tuple[Activation, 
     if found not in get_args(Activation):
         fix = f"choose --activation from {', '.join(get_args(Activation))}"
         raise UserError("activation", f"{found!r} is not supported", fix, code="bad-value")
-    default = "the default; a wrong one gives wrong predictions: check --activation"
+    default = "default; a wrong --activation gives wrong predictions"
     source = "as given" if given else FROM_CONFIG if "act" in config else default
     return cast(Activation, found), source
 
@@ -174,10 +174,10 @@ def _classes(
     names = unnamed if given is None or is_number else names_of(given)
     if len(names) != count:
         problem = f"{given} has {len(names)} classes, but the last layer has {count}"
-        raise UserError("--classes", problem, "give other classes", code="mismatch")
+        raise UserError("--classes", problem, f"give {count} classes", code="mismatch")
     if len(set(names)) < count:
         twice = next(name for name in names if names.count(name) > 1)
         fix = "give every class its own name"
         raise UserError("--classes", f"{given} has {twice!r} twice", fix, code="conflict")
-    unknown = "unknown; finetune evaluate needs --classes LIST.txt or --classes DATASET"
+    unknown = "unknown; finetune evaluate needs an import with --classes"
     return names, unknown if is_number else f"of {given}"

@@ -1,4 +1,4 @@
-"""Tensors by name from a safetensors or torch file that anybody may have written.
+"""Read tensors from a safetensors or torch file from an untrusted source.
 
 No pickled code is run: `torch.load` rebuilds only tensors and plain containers.
 """
@@ -21,7 +21,7 @@ from data_prep.errors import UserError
 from pretrain.checkpoints.weights import first
 
 AVERAGES = ("state_dict_ema", "model_ema")
-"""Names of averaged weights in training files, in timm's order."""
+"""Keys of averaged (EMA) weights in training checkpoints, in the order that timm tries."""
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "weights", "params", "net")
 PREFIXES = ("module.", "_orig_mod.", "model.")
 _FAULTS = (
@@ -44,16 +44,14 @@ Kind = Literal["ema", "raw"]
 
 @dataclass(frozen=True)
 class Stored:
-    """Weights read from a file."""
-
     weights: dict[str, Tensor]
     average: str = ""
-    """Name of the running average, if the file has one."""
+    """Key of the averaged weights, if the file has them."""
 
 
 def read_weights(path: Path, *, kind: Kind = "ema") -> Stored:
-    """Return tensors by name, without enclosing dictionaries and prefixes of names. `kind` chooses
-    between averaged and plain weights if the file has both."""
+    """Return tensors by name, without enclosing dictionaries and prefixes such as `module.`.
+    `kind`: averaged or plain weights, if the file has both."""
     head = b""
     try:
         with path.open("rb") as file:
@@ -97,7 +95,8 @@ def _unwrapped(stored: object, path: Path) -> dict[str, Tensor]:
     tensors = stored if isinstance(stored, Mapping) else {}
     others = [str(key) for key, value in tensors.items() if not isinstance(value, Tensor)]
     if others or not tensors:
-        held = first(others) if others else f"a {type(stored).__name__} without tensors"
+        kind = type(stored).__name__
+        held = f"non-tensors ({first(others)})" if others else f"a {kind} without tensors"
         fix = "save model.state_dict()"
         raise UserError(str(path), f"holds {held}", fix, code="unknown-format")
     # torch's AveragedModel stores its number of updates next to its weights

@@ -441,4 +441,4 @@ def test_what_is_not_known_is_not_stated(tmp_path: Path) -> None:
         "Not stated: no finished",
     ):
         assert unknown in text
-    assert "apache-2.0, as stated by whoever" in text and "model.onnx" not in text
+    assert "apache-2.0, as stated in the export command" in text and "model.onnx" not in text

@@ -85,7 +85,7 @@ def test_what_is_pushed_is_taken_again(
     assert repository.files[first] == files_of(tmp_path / "out")
     assert hub.lfs, "the weights are large"
     assert "hf-hub:user/mine" in repository.files[first]["README.md"].decode()
-    assert f"hf-hub:user/mine@{first}: one commit" in capsys.readouterr().out
+    assert f"hf-hub:user/mine@{first}: pushed as one commit" in capsys.readouterr().out
 
     there, here = Checkpoint.open("hf-hub:user/mine"), Checkpoint.open(folder)
     assert (there.origin, there.sha256) == (f"hf-hub:user/mine@{first}", here.sha256)

@@ -150,23 +150,24 @@ def test_views_are_as_the_model_was_trained(folder: Path, tmp_path: Path, shapes
     flipped = own.model_copy(update={"flip_probability": 0.5})
     padded = AugmentSettings(crop_padding=4, padding_mode="reflect")
     cropped = AugmentSettings(crop_scale=(0.5, 1.0), padding_mode="reflect")
+    command = "from the public command of Scaling MLPs, because "
     cases: list[tuple[str, dict[str, Any], AugmentSettings, str]] = [
-        ("tuned", {}, own, "as tuned was trained"),
-        ("padded", {}, padded, "as padded was trained"),
-        ("bare", {}, public, "the public command's, for bare was trained without crops and flips"),
-        ("probe", {}, public, "the public command's, for the training's is not known"),
-        ("imported", {}, public, "the public command's, for the training's is not known"),
+        ("tuned", {}, own, "from the training of tuned"),
+        ("padded", {}, padded, "from the training of padded"),
+        ("bare", {}, public, f"{command}bare used no crops or flips"),
+        ("probe", {}, public, f"{command}the training is unknown"),
+        ("imported", {}, public, f"{command}the training is unknown"),
         (
             "tuned",
             {"flip_probability": 0.5},
             flipped,
-            "flip_probability as asked; the rest as tuned was trained",
+            "flip_probability from augment, the rest from the training of tuned",
         ),
         (
             "padded",
             {"crop_scale": (0.5, 1.0)},
             cropped,
-            "crop_scale as asked; the rest as padded was trained",
+            "crop_scale from augment, the rest from the training of padded",
         ),
     ]
     for name, asked, expected, source in cases:
@@ -181,7 +182,7 @@ def test_views_are_as_the_model_was_trained(folder: Path, tmp_path: Path, shapes
     told = judge(runs["tuned"], shapes, None, num_views=2)
     assert (
         told["augment"]["flip_probability"] == 0.0
-        and told["augment_from"] == "as tuned was trained"
+        and told["augment_from"] == "from the training of tuned"
     )
     whole = Evaluation.of(
         evaluation_settings(runs["tuned"], shapes, None, num_views=2, augment=own.model_dump())
@@ -207,10 +208,10 @@ def test_views_that_cost_more_than_they_bring_are_told_of(shapes: Path, tmp_path
         console = Console(width=120, file=io.StringIO())
         print_result(result | {"plain_top1": plain, "eval/top1": top1}, console)
         said = console.file.getvalue()
-        assert ("the plain images reach 90.00%" in said) is hinted
+        assert ("Plain images reach 90.00%" in said) is hinted
         assert (
-            "crop_scale [0.4, 1.0], crop_ratio [1.0, 1.0], flip_probability 0.5: the public"
-            " command's" in said
+            "crop_scale [0.4, 1.0], crop_ratio [1.0, 1.0], flip_probability 0.5, from the"
+            " public command" in said
         )
 
 
