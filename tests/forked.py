@@ -40,8 +40,10 @@ the workers of data_prep."""
 
 
 def share() -> None:
-    """Starts the server, for this process and its forks."""
-    with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # what it imports with
+    """Start the server for this process and its forks. The server imports the tests also if the
+    working directory is another folder."""
+    repository = str(Path(__file__).parent.parent)
+    with patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=repository):
         _SERVER.ensure_running()
     _SERVER.ensure_running = lambda: None  # type: ignore[method-assign]
 
