@@ -55,5 +55,4 @@ def masks_of(tokens: int, channels: int, *, seed: int = 0) -> dict[str, Mask]:
 
 
 def _product(left: Mask, right: Mask) -> Mask:
-    """Return the entries that can be nonzero in a product of matrices with these masks."""
     return left.astype(np.float32) @ right.astype(np.float32) > 0
