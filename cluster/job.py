@@ -96,7 +96,7 @@ class Allocation:
     gpus: int
     snapshot: Path
     ranks_per_node: int
-    """RANKS_PER_NODE; 0 if it is not set."""
+    """Value of RANKS_PER_NODE; 0 if unset."""
     idle_limit: int
     preflight_s: int
     wait_s: int
@@ -183,7 +183,7 @@ class Job:
     def __init__(self, allocation: Allocation, words: list[str]) -> None:
         self.at = allocation
         self.words = words[1:] if words[0] in ("grid", "data_prep") else words[2:]
-        """Arguments of the job script. A successor job gets the same."""
+        """Arguments of the job script, also for a successor job."""
         self.directory, self.num_nodes = allocation.directory, allocation.num_nodes
         self.directory.mkdir(parents=True, exist_ok=True)
         self.has_begun, self.stopped, self.began_s = False, False, time.monotonic()

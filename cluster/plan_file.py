@@ -187,7 +187,7 @@ class Choice:
     """Name of the value in run directories and tables."""
     overrides: tuple[str, ...] = ()
     defaults: tuple[str, ...] = ()
-    """Overrides with lower priority than the entry's own."""
+    """Overrides with lower priority than the overrides of the entry."""
 
 
 @dataclass(frozen=True)

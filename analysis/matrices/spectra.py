@@ -141,7 +141,7 @@ def marchenko_pastur(ratio: float, num_points: int = 8192) -> tuple[Array, Array
     shorter side of the matrices divided by the longer side.
 
     The density is sqrt((b - x)(x - a)) / (2 pi ratio x) between a and b = (1 -+ sqrt(ratio))^2. At
-    ratio 1 it is infinite at 0. Therefore the sum is over the angle t in
+    ratio 1 this is infinite at 0. Therefore the sum is over the angle t in
     x = 1 + ratio - 2 sqrt(ratio) cos t.
     """
     edges = np.linspace(0, np.pi, num_points + 1)

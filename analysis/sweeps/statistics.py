@@ -37,7 +37,7 @@ def optimum(x: Sequence[float], y: Sequence[float], seeds: Sequence[Any]) -> Fac
     `has_zero` (True if the interval contains 0).
 
     Each seed has its own offset, because its runs share initial weights and order. Fieller's
-    interval has all x at which Student's t does not reject a slope of 0. It is the complete range
+    interval has all x at which Student's t does not reject a slope of 0, or all x
     if the parabola may open downward. The result is empty if there are fewer than three different x
     or fewer than FEWEST_SPARE degrees of freedom."""
     at, values = np.asarray(x, float), np.asarray(y, float)

@@ -111,7 +111,7 @@ def table(results: pd.DataFrame) -> Result:
 
 
 def draw(cells: pd.DataFrame) -> Figure:
-    """Draw our number above the paper's number and the gap, in green if ours is not worse."""
+    """Draw our number above the paper's number and the gap. Green: not worse than the paper."""
     pages = list(pages_of(cells, between="\n"))
     name_inches = max(NAME_INCHES, CHARACTER_INCHES * cells.row.str.len().max() + 0.3)
     widths = [name_inches + CELL_INCHES * len(page.cells.columns) for page in pages]
