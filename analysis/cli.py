@@ -104,7 +104,6 @@ def _add_verbs(verbs: Verbs) -> None:
 
 
 def _check_runs(root: Path) -> Path:
-    """Return the folder if it has runs. No matplotlib is imported."""
     fix = "give the folder of the runs, such as runs"
     if not root.exists():
         fix = near_path(root) or fix

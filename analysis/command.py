@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def add_command(
     verbs: Verbs, name: str, make: Callable[[Any], Result], *, out: str = "", **about: str
 ) -> Parser:
-    """Add a command. `out`: default of --out, with options in braces. `about`: help and epilog for
-    argparse."""
+    """Add a command. `out`: default of --out; {NAME} means the value of option NAME. `about`:
+    help and epilog for argparse."""
     command = verbs.add_parser(name, **about)
     command.set_defaults(run=run, make=make, default_out=out or name)
     words = f"name of the files, without an ending (default: {out or name})"
@@ -58,6 +58,6 @@ def device_of(name: str | None) -> "torch.device":
 
 
 def add_points(command: argparse.ArgumentParser, *names: str, **about: Any) -> None:
-    """Add the option or argument `points` for results files, whose hashes are recorded."""
+    """Add the option or argument `points`: results files, hashed in NAME.json."""
     about = {"help": "files of `analysis collect`", **about}
     command.add_argument(*(names or ("points",)), type=Path, nargs="+", **about)

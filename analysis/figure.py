@@ -1,4 +1,5 @@
-"""The `figure:` of a plan: its settings, and the figure drawn from the results of its runs."""
+"""The `figure:` section of a plan: its settings, and the figure drawn from the results of the
+plan's runs."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,22 +27,22 @@ class FigureSettings(Settings):
 
     kind: Literal["sweep", "curves", "scaling", "cka"]
     """Kind of figure. sweep: errors against x. curves: losses during training. scaling: scaling
-    laws. cka: features of the first entry's runs, compared with runs of the other entries that have
-    the same values on common axes."""
+    laws. cka: similarity of features. Each run of the first entry is compared with the runs of
+    other entries that have the same values on common axes."""
     x: str | None = Field(None, examples=["width"])
     """Variable of a sweep's horizontal axis."""
     hue: Names = Field((), examples=["mixing"])
-    """Variables with a line for each value."""
+    """Variables that split a panel into lines, one for each value."""
     facet: Names = Field((), examples=["target"])
-    """Variables with a panel for each value."""
+    """Variables that split the figure into panels, one for each value."""
     task: str | None = Field(None, examples=["probe"])
     """Show only results of this task: pretrain, probe, tune, evaluate, ..."""
     accuracy: bool = False
-    """curves: also draw the test accuracy."""
+    """Also draw the test accuracy (only for kind: curves)."""
 
 
 def figure_settings(plan: Plan) -> FigureSettings:
-    """Return the checked settings, without reading runs."""
+    """Return the checked settings of the `figure:` section. Does not read runs."""
     if plan.figure is None:
         fix = "add one, such as figure: {kind: sweep, x: width, hue: kind}"
         raise SettingsError(plan.path, "the plan has no `figure:`", fix, code="missing-value")
@@ -104,7 +105,7 @@ def _cka(plan: Plan, *, partial: bool) -> Result:
         raise SettingsError(unfinished[0], "the run is not finished", fix, code="unfinished")
     pairs = [pair for pair in _pairs(plan) if not {*pair} & {*unfinished}]
     if not pairs:
-        problem = "no run of the first entry forms a finished pair with another run"
+        problem = "no finished run of the first entry has a finished run to compare with"
         raise SettingsError(plan.path, problem, "run the plan", code="empty")
     from analysis.features.cka import compare_features
     from analysis.features.mixings import Images
@@ -116,8 +117,8 @@ def _cka(plan: Plan, *, partial: bool) -> Result:
 
 
 def _pairs(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield each run of the first pretraining entry with those runs of the other entries that have
-    the same values on common axes."""
+    """Yield pairs of a run of the first pretraining entry and a run of another entry with the same
+    values on common axes."""
     first, *others = [stage for stage in plan.stages if stage.kind == "pretrain"]
     for one in first.members:
         for other in (member for stage in others for member in stage.members):

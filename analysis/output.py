@@ -2,9 +2,9 @@
 
 `--out NAME` names all files:
 
-NAME.parquet              one row for each number
-NAME-results.parquet      the results of a plan
-NAME.png, NAME.svg        the figure; NAME-WHICH.png if there are several; image sheets: PNG only
+NAME.parquet              measured values
+NAME-results.parquet      the results table of a plan
+NAME.png, NAME.svg        the figure (no SVG of image sheets); NAME-WHICH.png of several figures
 NAME.md                   a page of tables (some commands)
 NAME.json                 facts, sha256 of all inputs, commit, names of the other files; written
                           last, so a result with this file is complete
@@ -50,13 +50,11 @@ class Result:
     rows: "DataFrame | None" = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     figures: "Mapping[str, Figure | Image]" = field(default_factory=dict)
-    """Figures by WHICH in NAME-WHICH. A single figure has the key "" (empty)."""
+    """Figures by name suffix. WHICH is saved as NAME-WHICH, an empty suffix as NAME."""
     inputs: Sequence[Path | str] = ()
     """Datasets, runs and checkpoints to hash, in addition to the option `points`."""
     printed: "Sequence[str | DataFrame]" = ()
-    """Lines and tables to print."""
     page: str = ""
-    """Text of the Markdown page."""
     results: "DataFrame | None" = None
     """The results table of a plan's figure, saved as NAME-results.parquet."""
 
@@ -93,7 +91,6 @@ def _words(value: Any) -> str:
 
 
 def write(result: Result, out: Path, inputs: Sequence[Path | str] = ()) -> list[Path]:
-    """Write the files of a result and return their paths."""
     make_directory(out.absolute().parent)
     remove_figures(out)
     facts_path = out.with_name(f"{out.name}.json")
@@ -155,7 +152,6 @@ def mark(number: int) -> dict[str, Any]:
 
 
 def draw_band(axes: "Axes", x: Any, low: Any, middle: Any, high: Any, **style: Any) -> None:
-    """Draw a line and the band of an interval or range."""
     axes.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
     axes.plot(x, middle, **style)
 

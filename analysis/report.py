@@ -48,7 +48,8 @@ def report(root: Path) -> Result:
 
 
 def collect(root: Path) -> list[Run]:
-    """Return the runs below `root`, sorted by task and name. Groups replace their repetitions."""
+    """Return the runs below `root`, sorted by task and name. Repetitions of a run count as one
+    group. Raise UserError if there are no runs."""
     runs = runs_below(root)
     if not runs:
         fix = "give the folder of the runs, such as runs"
@@ -123,8 +124,9 @@ def draw(runs: Sequence[Run], rows: pd.DataFrame) -> Figure:
 
 
 def draw_curves(runs: Sequence[Run], loss: Axes, accuracy: Axes) -> None:
-    """Draw the curves, and dotted lines for the loss and accuracy of guessing. If classes differ in
-    size, also draw the class mean and a line for the largest class."""
+    """Draw the curves, and dotted lines for the loss and accuracy of random guesses. If classes
+    differ in size, also draw the mean accuracy over classes, and the fraction of the largest class.
+    """
     for number, run in enumerate(runs):
         color = f"C{number}"
         style: dict[str, Any] = {"color": color, "label": legible(run.name)}
@@ -146,7 +148,6 @@ def draw_curves(runs: Sequence[Run], loss: Axes, accuracy: Axes) -> None:
 
 
 def draw_accuracies(rows: pd.DataFrame, axes: Axes) -> None:
-    """Draw the accuracy of each run as a bar, next to the chance level of its dataset."""
     rows = rows.assign(is_model=rows.model != "pixels")
     rows = rows.sort_values(["is_model", "model", "top1"], kind="stable")
     heights, colors = np.arange(len(rows)), rows.task.map(COLORS).fillna("#bbbbbb")
@@ -182,7 +183,8 @@ def _legend(splits: set[str], are_unequal: bool, mean: str) -> str:
 
 
 def first_images(directory: Path, *, count: int) -> NDArray[np.uint8]:
-    """Return the first images of the first training shard side by side, at the image size."""
+    """Return the first images of the first training shard side by side, resized to the dataset's
+    image size."""
     manifest = load_manifest(directory)
     split = manifest.splits.get("train") or next(iter(manifest.splits.values()))
     shard, size = split.shards[0], manifest.image_size

@@ -89,8 +89,8 @@ VARIABLES = (
     *("images", "samples", "compute", "lr", "optimizer", "global_batch_size", "augmented"),
     *("num_views", "task", "target", "neighbors"),
 )
-"""Variables of figures, in addition to the axes of their plan. Not columns: log_cs = ln(C / S),
-log2_omega (rounded), mixing (normal or RP)."""
+"""Variables of figures, in addition to the axes of a plan. Three are computed from columns: log_cs
+= ln(C / S), log2_omega (rounded), mixing (normal or RP)."""
 STAGES = ("pretrain", "probe", "knn", "tune", "evaluate")
 """Kinds of plan entries that end with an accuracy."""
 
@@ -102,7 +102,7 @@ def as_frame(rows: Sequence[dict[str, Any]] | pd.DataFrame) -> pd.DataFrame:
 
 
 def read_results(paths: Iterable[Path]) -> pd.DataFrame:
-    """Read files of `analysis collect`. Missing columns are null."""
+    """Read files of `analysis collect`, or raise UserError. Missing columns become null."""
     frames = []
     for path in paths:
         fix = "write it with `analysis collect PLAN --out FILE.parquet`"
@@ -126,7 +126,7 @@ def read_results(paths: Iterable[Path]) -> pd.DataFrame:
 
 
 def _check_top1(results: pd.DataFrame) -> None:
-    """Fail if a result has no top-1, except for trainings without an evaluation split."""
+    """Raise UserError if a result has no top-1. Trainings without an evaluation split need none."""
     is_evaluated = results.split.notna() & (results.split != NOT_STATED)
     lacking = results[results.error.isna() & is_evaluated]
     if len(lacking):
@@ -135,13 +135,13 @@ def _check_top1(results: pd.DataFrame) -> None:
 
 
 def last_of_each_run(results: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the last step of each run."""
     step = results.step.fillna(0)
     return results[step == step.groupby(results.run).transform("max")]
 
 
 def results_of_plans(plans: Sequence[Plan], *, partial: bool = False) -> pd.DataFrame:
-    """Return the results of the plans' runs. Without `partial`, unfinished runs are an error."""
+    """Return the results of the plans' runs. Without `partial`, raise SettingsError if a run is
+    unfinished."""
     names = ", ".join(plan.name for plan in plans)
     if len({plan.name for plan in plans}) < len(plans):
         fix = "remove one of them"
@@ -176,5 +176,4 @@ def results_of_plans(plans: Sequence[Plan], *, partial: bool = False) -> pd.Data
 
 
 def results_below(root: Path) -> pd.DataFrame:
-    """Return the results of all runs in a folder and the folders below it."""
     return as_frame([row for run in runs_below(root) for row in rows_of_run(run)])

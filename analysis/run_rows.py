@@ -34,8 +34,8 @@ APART = (
     *("run_dir", "pretrained", "data.dataset", "features_dir", "seeds", "folds"),
     *("tracking", "ranks", "peak_teraflops", "num_ranks", "local_batch_size", "feature_batch_size"),
 )
-"""Settings that are not part of a recipe. The recipe of the weights and the content hash of the
-dataset replace the paths."""
+"""Settings that are not part of a recipe. Instead of paths, a recipe contains the recipe of the
+weights and the hash of the dataset."""
 SCALED = (
     *("train.duration", "schedule.cooldown", "model.preset", "model.depth", "model.width"),
     *("model.num_channels", "model.num_tokens", "model.patch_size", "model.density"),
@@ -48,14 +48,14 @@ AUGMENTATIONS = (
 )
 OFF = ("", "None", "null", "0", "0.0", "False", "false")
 PUBLIC = re.compile(r"imagenet21_epochs_(\d+)")
-"""Names of the checkpoints that the authors of Scaling MLPs published."""
+"""Names of the checkpoints published by the authors of Scaling MLPs."""
 REAL_LABELS = "top-1, ReaL labels"
 SPEC = TypeAdapter[AnySpec](ModelSpec)
 _run_at, _card_in = lru_cache(maxsize=1024)(run_of), lru_cache(maxsize=1024)(card_of)
 
 
 def rows_of_run(run: Run) -> list[dict[str, Any]]:
-    """Return a row for each accuracy of a finished run. Groups of repetitions have no rows."""
+    """Return a row for each accuracy of a finished run, but none for a group of repetitions."""
     if run.is_group or not run.result:
         return []
     chain = [run]
@@ -139,8 +139,8 @@ def _hash(values: Sequence[Any]) -> str:
 
 
 def _start(run: Run, chain: Sequence[Run]) -> str:
-    """Return a description of the earlier trainings, the last one first: "cifar10, of imagenet21k
-    for 400 epochs"."""
+    """Return a description of the earlier trainings, the last training first: "cifar10, of
+    imagenet21k for 400 epochs"."""
     parts = []
     for below, each in pairwise(chain):
         if each.task in TRAININGS:
@@ -191,7 +191,6 @@ def _rows_of_training(run: Run, row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _about_training(run: Run, step: int) -> dict[str, Any]:
-    """Return the columns of a pretraining at one of its steps."""
     settings, data, card = run.settings, _data_of(run), _card_in(run.directory)
     train, optimizer = settings.get("train") or {}, settings.get("optimizer") or {}
     about: dict[str, Any] = {
@@ -263,7 +262,7 @@ def about_model(card: ModelCard) -> dict[str, Any]:
 
 
 def _curves(run: Run) -> dict[str, Any]:
-    """Return the curves of the event log in epochs."""
+    """Return the loss and error curves of the event log, with steps converted to epochs."""
     train, test, top1 = run.curves(*CURVES)
     data, batch = _data_of(run), (run.settings.get("train") or {}).get("global_batch_size")
     if data is None or batch is None:
@@ -286,7 +285,8 @@ def _curves(run: Run) -> dict[str, Any]:
 
 
 def _data_of(run: Run) -> tuple[int, str] | None:
-    """Return the samples of an epoch, and the name of the training data."""
+    """Return the number of samples in an epoch and the name of the training data. Return None if
+    the data cannot be read."""
     if run.data.get("stream"):  # its shards are not needed
         return run.data["samples_per_epoch"], run.dataset_name
     extra = [
@@ -302,6 +302,6 @@ def _load_data(settings: str) -> tuple[int, str] | None:
     try:
         data = load_training_data(validate(DataSettings, json.loads(settings)))
     except (DatasetError, ValueError, OSError) as problem:
-        print(f"{problem} The table has no epochs and curves for it.", file=sys.stderr)
+        print(f"{problem} The table has no epochs and curves of its runs.", file=sys.stderr)
         return None
     return data.num_samples, data.name

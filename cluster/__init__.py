@@ -1,2 +1,2 @@
-"""Code around jobs on a SLURM cluster: checks of the site and of each node, plans of many runs. The
-jobs are `*.slurm`."""
+"""Submission, checks and execution of jobs on a SLURM cluster, and plans of many runs. The job
+scripts are `*.slurm`."""

@@ -3,9 +3,9 @@ Imports only the standard library.
 
 Each attempt has two lines: {"event": "begin", "restart", "mark", "nodes", "time"} and {"event":
 "end", "restart", "mark", "how", "seconds", "time"}. `mark` is a checksum of the run's checkpoints,
-or "unknown"; an attempt that does not change it made no progress. `how`: finished, failed, refused
-(exit code 2), stopped, bad-node, or busy (another attempt held the run's lock, no failure). If an
-attempt has no end, its node was lost.
+or "unknown". An attempt that does not change the mark made no progress. `how`: finished, failed,
+refused (exit code 2), stopped, bad-node, or busy (the run was locked, which is no failure). If the
+line "end" is missing, the node was lost.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ UNKNOWN = "unknown"
 def append_attempt(path: Path, line: Mapping[str, object]) -> None:
     with open(path, "ab+") as file:
         file.seek(max(0, file.tell() - 1))
-        is_cut = file.read() not in (b"", b"\n")  # cut by the end of its node
+        is_cut = file.read() not in (b"", b"\n")  # a line cut by a lost node
         file.write(("\n" * is_cut + json.dumps(line) + "\n").encode())
 
 
 def read_attempts(path: Path) -> list[dict[str, Any]]:
-    """Return one dict for each attempt, in order: `began` (its mark), `restart`, `how` and
+    """Return a dict for each attempt, in order: `began` (mark at the start), `restart`, `how` and
     `seconds`."""
     attempts: list[dict[str, Any]] = []
     try:
@@ -35,7 +35,7 @@ def read_attempts(path: Path) -> list[dict[str, Any]]:
     except OSError:
         return []
     for line in lines:
-        with suppress(ValueError):  # cut by a kill
+        with suppress(ValueError):  # an incomplete line
             each = json.loads(line)
             if each["event"] == "begin":
                 attempts.append({"began": each["mark"], "restart": each["restart"], "how": "lost"})
@@ -45,15 +45,14 @@ def read_attempts(path: Path) -> list[dict[str, Any]]:
 
 
 def has_trained(attempts: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if ranks ran in an attempt: it was ended by them, or a later attempt found more
-    checkpoints."""
+    """Return True if ranks ran in an attempt: it ended by itself, or a later mark differs."""
     is_new = len({each["began"] for each in attempts if each["began"] != UNKNOWN}) > 1
     return is_new or any(each["how"] not in ("bad-node", "busy", "lost") for each in attempts)
 
 
 def give_up_reason(attempts: Sequence[Mapping[str, Any]], *, mark: str, limit: int) -> str | None:
-    """Return the reason to give up, or None if the job may start again. Only the last attempts with
-    the present mark count."""
+    """Return the reason to give up, or None if the job may start again. Only the newest attempts
+    count, as long as they began with this mark."""
     idle: list[str] = []
     for each in reversed(attempts):
         if each["began"] not in (mark, UNKNOWN):
@@ -63,8 +62,8 @@ def give_up_reason(attempts: Sequence[Mapping[str, Any]], *, mark: str, limit: i
     if failed >= limit:
         count = f"failed {failed} times without a new checkpoint (MAX_IDLE_STARTS={limit})"
     elif len(idle) >= 3 * limit:
-        count = f"{len(idle)} attempts without a new checkpoint (3 x MAX_IDLE_STARTS)"
-        count += f", {failed} failed, {busy} met another attempt that holds the run"
+        count = f"{len(idle)} attempts made no new checkpoint (3 x MAX_IDLE_STARTS)"
+        count += f": {failed} failed, {busy} found the run locked"
     else:
         return None
-    return f"{count}; not started again; submit it again to resume"
+    return f"{count}; not requeued. To resume, submit the job again"

@@ -1,8 +1,8 @@
 """`cluster/submit --check`: report whether jobs can run with the present cluster/site.env.
 
 The command checks Python, the GPUs' driver, file locks, the reply of `sbatch --test-only` and the
-time limit. For a submission, it also checks config, data and batch. It submits and changes nothing.
-It runs without installed packages, because these may be missing.
+time limit. For a submission, it also checks config, data and batch. It submits and changes nothing,
+and needs no installed packages.
 """
 
 import os
@@ -22,13 +22,13 @@ LOCAL_LOCKS = ("localflock", "nolock", "local_lock=all", "local_lock=flock")
 OLDEST_DRIVER = {11: "450.80", 12: "525.60", 13: "580.65"}
 """Major version of CUDA -> oldest NVIDIA driver that runs all of its minor versions."""
 BUILD = "cu128"
-"""Build of torch for drivers of CUDA 12. The current torch has no build for CUDA 11."""
+"""Suffix of the torch build for drivers of CUDA 12. The current torch has no build for CUDA 11."""
 
 
 class Finding(NamedTuple):
     check: str
     verdict: str
-    """Result of a check: ok, warning, or FAULT. A FAULT stops or spoils jobs."""
+    """Result of a check: ok, warning, or FAULT. After a FAULT, jobs fail or give wrong results."""
     text: str
     fix: str = ""
 
@@ -55,10 +55,13 @@ def check_python(_: Submission, environment: Mapping[str, str]) -> Iterable[Find
     problem, fix = "", "wide-mlps init ." if is_laid_out else "sh install.sh"
     if words:
         if not environment.get("SRUN_OPTIONS") and not shutil.which(words[0]):
-            problem, fix = f"RANK_PYTHON: {words[0]} is not in PATH", "load its module in site.env"
+            problem, fix = (
+                f"RANK_PYTHON: {words[0]} is not in PATH",
+                "load a module of Python in site.env",
+            )
         images = [word for word in words if word.endswith(".sif") and not os.access(word, os.R_OK)]
         if images:
-            problem, fix = f"{images[0]} is not readable", "make it as in docs/cluster.md"
+            problem, fix = f"{images[0]} is not readable", "build it as in docs/cluster.md"
     elif not os.access(".venv/bin/python", os.X_OK):
         problem = "there is no .venv, and RANK_PYTHON is not set"
     elif not is_laid_out and not Path(".venv/.installed").exists():
@@ -73,8 +76,8 @@ def check_python(_: Submission, environment: Mapping[str, str]) -> Iterable[Find
 
 
 def _has_lock() -> bool:
-    """Return True if .venv was installed from this requirements.lock. The content is compared,
-    because a checkout changes dates."""
+    """Return True if .venv was installed from this requirements.lock. Contents are compared,
+    because a checkout changes file times."""
     stamp, lock = Path(".venv/.installed"), Path("requirements.lock")
     if not lock.exists() or stamp.stat().st_mtime >= lock.stat().st_mtime:
         return True
@@ -92,7 +95,7 @@ def check_driver(_: Submission, environment: Mapping[str, str]) -> Iterable[Find
 
 
 def compare_driver(driver: str, cuda: str) -> Finding:
-    """Compare a driver with a CUDA version. install.sh prints the fix before the download."""
+    """Compare a driver with a CUDA version. install.sh prints the fix before it downloads torch."""
     oldest = OLDEST_DRIVER.get(int(cuda.partition(".")[0]), "0")
     if _parts(driver) >= _parts(oldest):
         return Finding("driver", "ok", f"{driver} runs torch's CUDA {cuda}")
@@ -133,7 +136,7 @@ def _parts(version: str) -> tuple[int, ...]:
 
 
 def check_locks(submission: Submission, _env: Mapping[str, str]) -> Iterable[Finding]:
-    """Check that file locks work in the directories that jobs write."""
+    """Check that file locks work in the directories to which jobs write."""
     places, found = [".", "jobs", "runs", "data"], {}
     for word in submission.arguments:
         key, _, value = word.partition("=")
@@ -149,12 +152,12 @@ def check_locks(submission: Submission, _env: Mapping[str, str]) -> Iterable[Fin
             found[point.strip()] = option
     for point, option in found.items():
         text = f"{point} is mounted with {option}, so two nodes could write to the same run"
-        fix = "keep jobs, runs and data on a file system with flock, or ask the site for it"
+        fix = "keep jobs, runs and data on a file system with flock, or ask the site for flock"
         yield Finding("locks", "warning", text, fix)
 
 
 def check_slurm(submission: Submission, environment: Mapping[str, str]) -> Iterable[Finding]:
-    """Test the submission (or, without one, every job script) with sbatch --test-only."""
+    """Test the submission with sbatch --test-only; without a submission, test every job script."""
     missing = [name for name in ("sbatch", "srun", "scontrol", "squeue") if not shutil.which(name)]
     if missing:
         fix = "run module load slurm, or ask the site; to use only this machine: wide-mlps run PLAN"
@@ -163,7 +166,7 @@ def check_slurm(submission: Submission, environment: Mapping[str, str]) -> Itera
     try:
         lines = slurm("scontrol", "-o", "show", "partition").splitlines()
     except SlurmError as error:
-        fix = "wait, or ask the site; SLURM_CONF must name its slurm.conf"
+        fix = "wait, or ask the site; SLURM_CONF must name the site's slurm.conf"
         yield Finding("SLURM", "FAULT", f"the controller does not respond: {error}", fix)
         return
     partitions = {each["PartitionName"]: each for each in map(facts, lines)}
@@ -204,11 +207,13 @@ def check_slurm(submission: Submission, environment: Mapping[str, str]) -> Itera
 
 
 def check_job(submission: Submission, environment: Mapping[str, str]) -> Iterable[Finding]:
-    """Check config, data, batch and queue of a submission with the Python of the jobs."""
+    """Run the checks of cluster/submit (config, data, batch, queue) with the Python of the jobs."""
     if not submission.script or not Path(submission.script).is_file():
         return
     if not os.access(".venv/bin/python", os.X_OK):
-        yield Finding("config", "warning", "not checked without .venv", "the job checks it, too")
+        yield Finding(
+            "config", "warning", "not checked, because .venv is missing", "the job checks it"
+        )
         return
     is_training = submission.name == "pretrain.slurm"
     nodes, per_node = submission.ranks(environment) if is_training else (None, None)

@@ -1,4 +1,4 @@
-"""Command line of `wide-mlps init | list | run`. The script `submit` queues jobs."""
+"""Command line of `wide-mlps init | list | run`. The script `cluster/submit` submits jobs."""
 
 import io
 import sys
@@ -13,7 +13,7 @@ def main(arguments: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(
             errors="backslashreplace"
-        )  # as stderr: a file name that the terminal cannot show ends no command
+        )  # like stderr: characters that the terminal lacks raise no error
     return run_command("wide-mlps", options)
 
 

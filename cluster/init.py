@@ -1,9 +1,9 @@
 """`wide-mlps init DIR`: create a folder to submit jobs from, for installations without a checkout.
 
-The folder has configs/ and cluster/ (site.env and the job scripts), which the user may edit. Links
-lead to the rest: .venv to the environment of wide-mlps, and the programs of cluster/ to the
-package. An upgrade of the package thus applies at once. A submitted job keeps its code, because
-cluster/snapshot copies the files behind the links.
+The user may edit configs/, cluster/site.env and the job scripts in the folder. The rest are links:
+.venv to the environment of wide-mlps, and the programs of cluster/ to the package. An upgrade of
+the package thus applies at once. A submitted job keeps its code, because cluster/snapshot copies
+the targets of the links.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def lay_out(options: argparse.Namespace) -> int:
     if (directory / "pretrain").is_dir():
         raise UserError(
             str(directory),
-            "it is a checkout, which already has cluster/ and configs/",
+            "this checkout already has cluster/ and configs/",
             "choose an empty folder",
             code="exists",
         )
@@ -54,11 +54,11 @@ def lay_out(options: argparse.Namespace) -> int:
     for name, leads_to in links.items():
         link = directory / name
         if link.exists() and not link.is_symlink():
-            raise UserError(str(link), "it exists and is not a link", "move it away", code="exists")
+            raise UserError(str(link), "this is not a link", "move it away", code="exists")
         link.unlink(missing_ok=True)
         link.symlink_to(leads_to)
     for target in kept:
-        print(f"kept, it differs from the file of the package: {target}")
+        print(f"kept, although the package has another version: {target}")
     print(f"{directory}: {len(copies)} configs and job scripts, Python of {sys.prefix}")
     print(
         f"next: cd {directory}, describe your site in cluster/site.env, then cluster/submit --check"

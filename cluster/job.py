@@ -5,20 +5,20 @@ its first node, outside of containers.
     job.py grid PLAN STAGE                                     one member of a grid
     job.py data_prep [--parts | --merge] CONFIG [key=value]    a part of a dataset, or the merge
     job.py analysis figure PLAN                                on this node only, without ranks
-    job.py cluster submit PLAN JOB [option ...]                the next wave of a plan, the same way
+    job.py cluster submit PLAN JOB [option ...]                the next jobs of a plan, likewise
 
 1. `cluster.resolve` checks the config in a second or two.
 2. `cluster.preflight` checks each node.
 3. The ranks run, with a log each.
-4. USR2 (300 s before the limit, or at preemption) and TERM are passed to the ranks, which save at a
-   step boundary and exit.
-5. An unfinished job requeues itself without the bad nodes. If SLURM does not allow that, it submits
-   a successor. It ends if the config is wrong, if it was canceled, or if its attempts and those of
-   its predecessors make no progress (attempts.py).
+4. USR2 (300 s before the limit, or at preemption) and TERM are passed to the ranks. The ranks then
+   save at a step boundary and exit.
+5. An unfinished job requeues itself without the bad nodes. If SLURM does not requeue jobs, the job
+   submits a successor. A job ends if the config is wrong, if the job was canceled, or if too many
+   attempts (also of predecessors) make no progress (attempts.py).
 
-Only exit code 2 of the first attempt with running ranks means that the config is wrong. Any other
-failure may be the node's fault, until a second node has the same failure. An error in this file
-ends an attempt like a failure of a rank.
+Exit code 2 means a wrong config only in the first attempt with running ranks. Any other failure may
+be the node's fault, until a second node has the same failure. An error in this file counts as a
+failure of a rank.
 
 jobs/JOB (or jobs/ARRAY_TASK) has the logs of all ranks, attempts.jsonl and bad-nodes. This file
 imports only the standard library (Python 3.9 or newer), because it must name a node whose .venv
@@ -64,14 +64,14 @@ from cluster.slurm import (
 from data_prep import console
 
 BAD_INPUT, NAMED_BAD, BUSY = 2, 3, 75
-"""Exit codes: wrong config; pre-flight check found bad nodes; another attempt holds the lock of the
-run."""
+"""Exit codes: the config is wrong; the pre-flight check found bad nodes; another attempt holds the
+lock of the run."""
 PATIENCE = 18
-"""Number of repeated requests to SLURM, ten seconds apart."""
+"""Number of tries of a SLURM request, ten seconds apart."""
 
 
 class End(Exception):  # noqa: N818
-    """The end of this attempt, with its exit code. The text is printed in the log."""
+    """End of this attempt, with the exit code. The log gets the text."""
 
     def __init__(self, text: str, code: int = 1):
         super().__init__(text)
@@ -80,12 +80,12 @@ class End(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Allocation:
-    """Values for this attempt from SLURM and cluster/site.env."""
+    """Values of SLURM and cluster/site.env for this attempt."""
 
     script: str
     number: str
     array: str
-    """Job number of the array, or of the job if it is no array."""
+    """Job number of the array, or of a job without an array."""
     task: str | None
     span: tuple[int, int, int]
     """First task, last task and number of tasks of the array."""
@@ -96,11 +96,11 @@ class Allocation:
     gpus: int
     snapshot: Path
     ranks_per_node: int
-    """RANKS_PER_NODE; 0 if it is not set."""
+    """Value of RANKS_PER_NODE; 0 if unset."""
     idle_limit: int
     preflight_s: int
     wait_s: int
-    """Seconds between the first rank's end and the kill of hanging ranks."""
+    """Seconds from the end of the first rank until srun kills hanging ranks."""
     cache: str
     python: list[str]
     """Command that starts Python on a node under srun."""
@@ -112,7 +112,7 @@ class Allocation:
     def from_env(cls, environment: Mapping[str, str]) -> Allocation:
         """Read the environment. RANK_PYTHON or SRUN_OPTIONS run Python in a container. Pyxis makes
         containers only under srun. If SRUN_OPTIONS is set, this script therefore runs Python from
-        .venv, or, without .venv, in an srun step of one task."""
+        .venv, or as an srun step of one task if there is no .venv."""
         get = environment.get
         number, task = environment["SLURM_JOB_ID"], get("SLURM_ARRAY_TASK_ID")
         first, last, count = (
@@ -159,9 +159,9 @@ class Allocation:
         return Path("jobs", self.label)
 
     def for_ranks(self) -> dict[str, str]:
-        """Return the environment variables that ranks get in addition to the script's."""
-        # Compiled kernels: on the node itself, because locks on NFS stall, and in our own
-        # directory, because they are code.
+        """Return the environment variables that ranks get in addition to the script's variables."""
+        # Compiled kernels are on the node's disk, because locks on NFS stall, and in a directory
+        # of this user, because kernels are code.
         names = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
         names["TORCH_EXTENSIONS_DIR"] = "extensions"
         found = {name: f"{self.cache}/{directory}" for name, directory in names.items()}
@@ -180,8 +180,6 @@ def read_setting(environment: Mapping[str, str], name: str, default: int, *, lea
 
 
 class Job:
-    """One attempt of a job."""
-
     def __init__(self, allocation: Allocation, words: list[str]) -> None:
         self.at = allocation
         self.words = words[1:] if words[0] in ("grid", "data_prep") else words[2:]
@@ -192,15 +190,16 @@ class Job:
         self.step: subprocess.Popen[bytes] | None = None
         self.answer: dict[str, Any] = {}
         """Output of cluster.resolve: the resolved command."""
-        # each rank sees all GPUs, whatever the request
+        # each rank must see all GPUs of its node
         tres = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU")
         for name in (*tres, "SLURM_TRES_PER_TASK"):
             os.environ.pop(name, None)
         os.environ.update(allocation.for_ranks())
 
     def receive(self, number: int, _frame: object) -> None:
-        """Forward a signal to srun as USR2, which srun sends to all ranks. USR1 is used by NCCL,
-        and at TERM srun would kill the ranks. At preemption, a site sends TERM or USR2."""
+        """Forward a signal to srun as USR2; srun sends USR2 to all ranks. Other signals do not
+        work: NCCL uses USR1, and srun kills the ranks at TERM. At preemption, a site sends TERM or
+        USR2."""
         del number
         self.stopped = True
         if self.step is not None:
@@ -212,7 +211,8 @@ class Job:
     # ---- this node
 
     def resolve(self, words: list[str]) -> dict[str, Any]:
-        """Check the config and return the command, as described in cluster.resolve."""
+        """Check the config and return the output of cluster.resolve. Raise End if the config is not
+        valid, or if this node cannot check it."""
         kept = f"--kept={self.at.snapshot}"
         code, answer = self.run_python("-m", "cluster.resolve", "--starting", kept, *words)
         if not code:
@@ -221,7 +221,7 @@ class Job:
         if self.stopped or was_stopped(code):
             raise self.start_again("stopped")
         if code == BAD_INPUT and not has_trained(self.attempts()):
-            raise End("the config is not valid; not started", BAD_INPUT)
+            raise End("the config is not valid, so the job ends", BAD_INPUT)
         if self.run_python("-c", "")[0] == 0:
             # the config was valid in an earlier attempt: this node may lack a mount, or the run may
             # now be another job's
@@ -241,8 +241,8 @@ class Job:
         return done.returncode, done.stdout
 
     def blame_node(self, reason: str, *, once: bool = False) -> End:
-        """Requeue the job without this node. `once`: if a second node has the same fault, assume
-        that the config is the cause."""
+        """Requeue the job without this node. `once`: end the job if a second node has the same
+        fault, because then the config is the cause."""
         others = [node for node, why in self.bad_nodes() if why == reason]
         if others and once:
             return End(f"{reason}; also on {','.join(others)}", BAD_INPUT)
@@ -262,12 +262,13 @@ class Job:
     # ---- ranks
 
     def place_ranks(self, per_node: int | None = None) -> None:
-        """Set the number of ranks, CPUs per rank, and the address at which ranks meet."""
+        """Set the number of ranks, CPUs per rank, and the address of rank 0 (MASTER_ADDR and
+        MASTER_PORT)."""
         environment = os.environ
         self.ranks = per_node or self.at.ranks_per_node or self.at.gpus or 1
         self.nodes = expand_hosts(self.at.nodelist)
         lines: list[str] = []
-        with suppress(SlurmError):  # a controller that fails over ends no job
+        with suppress(SlurmError):  # the controller may fail over
             words = ("scontrol", "-o", "show", "node", self.at.nodelist)
             lines = slurm(*words, tries=3).splitlines()
         self.cpus = cpus_per_rank(environment, lines, ranks=self.ranks)
@@ -278,19 +279,18 @@ class Job:
             (each for each in map(facts, lines) if each.get("NodeName") == self.nodes[0]), {}
         )
         environment["MASTER_ADDR"] = first.get("NodeAddr", self.nodes[0])
-        # Below the ephemeral ports; each job and attempt has another, because old ranks may linger.
+        # Below the ephemeral ports; each attempt has another port, because old ranks may live.
         port = 10000 + (int(self.at.number) * 16 + 2 * self.at.restarts) % 20000
         environment["MASTER_PORT"] = str(free_port(port))
 
     def run_step(self, name: str, words: list[str], *, wait_s: int, cache: str) -> int:
-        """Return srun's exit code. Each task has a log; the job's log shows the first one.
+        """Run srun and return its exit code. Each task has a log; the job's log shows task 0.
 
-        - --wait: seconds after the first rank's end until hanging ranks are killed; longer than a
-          checkpoint's last write.
-        - No --kill-on-bad-exit, which may be a site's default: it kills ranks that are about to
-          exit with 2.
-        - --gres: under --exclusive, steps get no GPU without a request; each rank sees all.
-        - --export: against SBATCH_EXPORT=NONE.
+        - --wait: srun kills hanging ranks this many seconds after the first rank's end. Saving the
+          last checkpoint must be faster.
+        - --kill-on-bad-exit=0: a site's default of 1 would kill ranks that should exit with 2.
+        - --gres: with --exclusive, steps get no GPU without a request; each rank sees all GPUs.
+        - --export: overrides SBATCH_EXPORT=NONE.
         - --distribution: the ranks of a node have successive numbers.
         """
         log = f"{self.directory}/{name}"
@@ -312,7 +312,7 @@ class Job:
             try:
                 self.step = subprocess.Popen(["srun", *options, *rank, *words])
             except OSError:
-                tail.kill()  # its `with` would wait for it
+                tail.kill()  # `with` waits for tail
                 raise
             while True:  # repeated, because ranks lose signals while they start
                 if self.stopped:
@@ -321,10 +321,10 @@ class Job:
                     code = self.step.wait(10)
                     break
             self.step = None
-            time.sleep(0.5)  # for the last lines
+            time.sleep(0.5)  # tail prints the last lines
             tail.kill()
         if code not in (0, NAMED_BAD) and not self.stopped and not was_stopped(code):
-            with suppress(OSError, ValueError, KeyError):  # a full disk has cut a file
+            with suppress(OSError, ValueError, KeyError):  # a full disk cuts files
                 self.show_first_failure(ends, log)
         return code if code >= 0 else 128 - code
 
@@ -343,12 +343,11 @@ class Job:
         print("".join(f"    {line}\n" for line in lines[-20:]), end="", flush=True)
 
     def preflight(self) -> None:
-        """Run the pre-flight check, and end this attempt if a node is bad."""
         known = len(self.bad_nodes())
         words = ["-m", "cluster.preflight", str(self.directory), "--nodes", ",".join(self.nodes)]
         words += [f"--read={path}" for path in self.answer["reads"]]
-        # its first rank waits longer for missing ranks, to name them; without a cache it starts
-        # even if that disk is bad
+        # rank 0 waits longer, to name missing ranks; without a cache the check starts even if the
+        # disk is bad
         wait_s = 8 * (self.at.preflight_s + 1)
         code = self.run_step("preflight", [*self.at.python, *words], wait_s=wait_s, cache="")
         os.environ["MASTER_PORT"] = str(free_port(int(os.environ["MASTER_PORT"]) + 1))
@@ -356,10 +355,11 @@ class Job:
             raise self.start_again("bad-node")
         self.stopped = self.stopped or was_stopped(code)
         if code and not self.stopped:
-            self.log(f"WARNING: the pre-flight check failed to run ({code}); continuing")
+            self.log(
+                f"WARNING: the pre-flight check did not run (exit code {code}); the job continues"
+            )
 
     def run_ranks(self, words: list[str], *, with_preflight: bool) -> int:
-        """Run the pre-flight check and the ranks; return the exit code of the ranks."""
         self.give_up_if_idle()  # earlier attempts may have ended without a record
         before = self.attempts()
         if before and before[-1]["how"] == "lost":
@@ -387,12 +387,12 @@ class Job:
         with suppress(OSError, ValueError):
             first = self.directory / f"ends/rank.{self.at.restarts}/0"
             if json.loads(first.read_text())["code"] == BUSY:
-                self.log(f"{place} is held by another attempt (see above), which is no failure")
+                self.log(f"{place} is locked by another attempt (see above); this is no failure")
                 raise self.start_again("busy")
         if code == BAD_INPUT and not has_trained(self.attempts()[:-1]):
             self.end_start("refused")
             return BAD_INPUT
-        # the exit of ranks that received a signal from anyone
+        # exit codes of ranks that received a signal
         self.stopped = self.stopped or code == 0 or was_stopped(code)
         why = f"{self.why_stopped()}, " if self.stopped else ""
         self.log(f"{place} is not finished: {why}srun ended with {code}")
@@ -404,7 +404,7 @@ class Job:
         return read_attempts(self.directory / "attempts.jsonl")
 
     def mark(self) -> str:
-        """Return a checksum of the run's files that changes if this attempt makes progress."""
+        """Return a checksum of the files that change if the run makes progress."""
         if not self.answer:
             return UNKNOWN
         if self.answer["work"]:  # of a build
@@ -423,17 +423,16 @@ class Job:
             append_attempt(self.directory / "attempts.jsonl", line | values)
         except OSError as error:  # a job that cannot write must not start for ever
             problem = f"cannot write {self.directory}/attempts.jsonl ({error.strerror})"
-            raise End(f"{problem}; not started again") from None
+            raise End(f"{problem}; not requeued") from None
 
     def begin_start(self) -> None:
         self.has_begun = True
         self.record(event="begin", nodes=self.at.nodelist)
 
     def end_start(self, how: str) -> None:
-        """Record the end of this attempt in attempts.jsonl, unless the next attempt has begun.
-        SLURM counts an attempt when it requeues the job, so a requeued attempt still records its
-        end. The next attempt may have begun before this one ends, for example if this node was
-        frozen."""
+        """Record the end of this attempt in attempts.jsonl. Raise End if SLURM has already requeued
+        the job. Its next attempt may have begun, for example if this node was frozen; then nothing
+        is recorded."""
         newest = self.at.restarts
         with suppress(SlurmError):
             newest = int(about_job(self.at.label).get("Restarts", newest))
@@ -457,12 +456,12 @@ class Job:
             preempted = about.get("PreemptTime", "None")
             # integer seconds: an earlier preemption has an older time, because a requeued job waits
             if preempted != "None" and preempted >= about.get("StartTime", ""):
-                return "it was preempted"
-        return "its ranks received a signal"
+                return "the job was preempted"
+        return "the ranks received a signal"
 
     def start_again(self, how: str) -> End:
-        """Requeue the job and return the end of this attempt; raise an error if the job must not
-        start again."""
+        """Requeue the job and return the end of this attempt. Raise End if the job must not start
+        again."""
         if not self.has_begun:
             # each attempt counts; otherwise an early failure would be repeated for ever
             self.begin_start()
@@ -471,7 +470,7 @@ class Job:
         try:
             state = state_of(label, tries=PATIENCE)
             about = about_job(label, tries=PATIENCE)
-            is_alone = about.get("Requeue") == "0"  # SLURM does not requeue it either
+            is_alone = about.get("Requeue") == "0"  # SLURM does not requeue this job
             if state != "RUNNING" and not (is_alone and "preempted" in self.why_stopped()):
                 why = "the job was canceled or requeued, or a node failed"
                 raise End(f"SLURM is ending this attempt ({state}): {why}")
@@ -499,14 +498,14 @@ class Job:
     def submit_successor(self, about: Mapping[str, str], bad: list[str]) -> End:
         """Submit a successor if SLURM does not requeue this job.
 
-        1. Submit the same script with the same options. It begins after this job.
-        2. Give it the attempts of this job, which still count, and its places (jobs/JOB/writes).
-        3. Make jobs that wait for this one wait for it.
-        4. End with 0: jobs that wait for a complete array wait for this task, too.
+        1. Submit the same script with the same options. The successor begins after this job.
+        2. Copy this job's attempts, which still count, and output paths (jobs/JOB/writes).
+        3. Make the jobs that wait for this job wait for the successor.
+        4. Exit with 0, because jobs that wait for the complete array need success of this task.
         """
         at, label, noted = self.at, self.at.label, self.directory / "successor"
         if noted.exists():
-            return End(f"job {noted.read_text()} continues it", 0)
+            return End(f"job {noted.read_text()} continues this job", 0)
         options = [*inherited(about), *shape(about), f"--job-name={at.script}"]
         options += [f"--dependency=afterany:{label}"]
         options += [f"--array={at.task}"] if at.task is not None else []
@@ -527,7 +526,7 @@ class Job:
             lines = Path("jobs", at.array, "writes").read_text().splitlines(keepends=True)
             mine = [line for line in lines if line.partition("\t")[0] in ("-", at.task)]
             Path("jobs", number, "writes").write_text("".join(mine))
-        self.log(f"this queue does not requeue jobs; job {successor} continues it")
+        self.log(f"this queue does not requeue jobs; job {successor} continues this job")
         try:
             wait_for_successor(at.array, at.task, successor)
         except SlurmError as error:
@@ -535,24 +534,24 @@ class Job:
         return End("", 0)
 
     def refuse_if_too_few(self, bad: list[str], about: dict[str, str]) -> None:
-        """End a job that has too few good nodes, because it would pend forever."""
+        """Raise End if the job has too few good nodes and would pend forever."""
         wanted = expand_hosts(about["ReqNodeList"]) if "ReqNodeList" in about else []
         if wanted := sorted(set(wanted) & set(bad)):
-            problem = f"--nodelist requests {','.join(wanted)}, which is bad"
-            raise End(f"not started again: {problem}; submit it again without this node")
+            problem = f"--nodelist requests bad nodes ({','.join(wanted)})"
+            raise End(f"not requeued: {problem}; submit the job again without them")
         partition = os.environ["SLURM_JOB_PARTITION"]
         try:
             left = set(slurm("sinfo", "-h", "-N", "-p", partition, "-o", "%N", tries=3).split())
         except SlurmError:
-            return  # it is queued without the estimate
+            return  # requeue without this check
         left -= set(bad)
         if len(left) < self.num_nodes:
-            problem = f"without {','.join(bad)} partition {partition} has {len(left)} nodes"
-            raise End(f"not started again: {problem}; submit it again with fewer --nodes")
+            problem = f"partition {partition} has {len(left)} nodes without {','.join(bad)}"
+            raise End(f"not requeued: {problem}; submit the job again with fewer --nodes")
 
     def exclude(self, nodes: str) -> None:
-        """Exclude nodes from the next attempt. SLURM allows this only for a pending job. After the
-        requeue the job is pending, and this process may still run for KillWait."""
+        """Exclude nodes from the next attempt. SLURM allows this only for pending jobs. After the
+        requeue the job is pending, and SLURM kills this process only after KillWait."""
         for _ in range(20):
             with suppress(SlurmError):
                 slurm("scontrol", "update", f"JobId={self.at.label}", f"ExcNodeList={nodes}")
@@ -563,16 +562,15 @@ class Job:
 
 
 PROGRESS = ("checkpoints/latest", "result.json")
-"""Files of a run that change when it makes progress."""
+"""Files of a run that change when the run makes progress."""
 
 
 def was_stopped(code: int) -> bool:
-    """Return True if the exit code means a signal or Ctrl-C."""
+    """Return True if a signal or Ctrl-C caused the exit code."""
     return code in (130, 138, 140, 143, -2, -10, -12, -15)
 
 
 def free_port(port: int) -> int:
-    """Return the first free port at or above `port`."""
     while True:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)):
@@ -584,7 +582,7 @@ def free_port(port: int) -> int:
 
 
 def run_command(job: Job, words: list[str]) -> int:
-    """Run a command, or one run of a grid, until its result is complete."""
+    """Run a command, or one member of a grid, and end or requeue the job."""
     if words[0] == "grid":
         words = [*words, job.at.task or ""]
     answer, at = job.resolve(words), job.at
@@ -592,7 +590,7 @@ def run_command(job: Job, words: list[str]) -> int:
         job.log(f"member {words[3]} of {words[1]} {words[2]}: {' '.join(answer['words'])}")
     place = answer["writes"]
     if answer["state"] == "finished":
-        job.log(f"{place} is finished; choose another one to repeat it")
+        job.log(f"{place} is finished; choose another path to repeat the command")
         return 0
     if answer["state"] == "blind":
         raise job.blame_node(f"{answer['about']} does not exist on this node", once=True)
@@ -613,20 +611,19 @@ def run_command(job: Job, words: list[str]) -> int:
 
 
 def draw(job: Job, words: list[str]) -> int:
-    """Draw a figure on this node. If an attempt is killed, it leaves no partial files."""
     kept = f"--kept={job.at.snapshot}"
     return subprocess.run([*job.at.local_python, "-m", *words, kept], check=False).returncode
 
 
 def continue_plan(job: Job, words: list[str]) -> int:
-    """Submit the next jobs of a plan (see queue_jobs.py). This runs outside of containers, because
-    it calls SLURM."""
+    """Submit the next jobs of a plan (see queue_jobs.py), outside of containers, which cannot call
+    SLURM."""
     path, since, *options = words[2:]
     os.environ.update(PLAN_KEPT=str(job.at.snapshot), PLAN_SINCE=since)
     command = [".venv/bin/python", "-m", *words[:2], *options, path]
     if subprocess.run(command, check=False).returncode == 0:
         return 0
-    job.log(f"the rest of {path} is not submitted (see above); by hand: cluster/submit {path}")
+    job.log(f"the rest of {path} is not submitted (see above); run cluster/submit {path}")
     raise job.start_again("failed")
 
 
@@ -659,14 +656,14 @@ def prepare(job: Job, words: list[str]) -> int:
 
 
 def submit_merge(job: Job, words: list[str]) -> None:
-    """Submit the merge job once, from the first task of the array. If this attempt is killed
-    between submitting and recording, there are two merges, which run one after the other."""
+    """Submit the merge job, from the first task of the array. If this attempt is killed before it
+    records the merge job, a second merge job runs after the first."""
     noted = Path("jobs", job.at.array, "merge")
     if noted.exists():
         return
     options = [f"--dependency=afterok:{job.at.array}", "--kill-on-invalid-dep=yes", "--array=0"]
     script = [str(job.at.snapshot / "cluster/data_prep.slurm"), "--merge", *words]
-    try:  # one minute each, because its own part waits as long
+    try:  # one minute each: this task's part waits
         options += inherited(about_job(job.at.label, tries=6))
         sbatch = ("sbatch", "--parsable", *options, *script)
         noted.write_text(slurm(*sbatch, tries=6, environment=new_job(os.environ)))
@@ -684,7 +681,7 @@ def main(words: list[str]) -> int:
         return end.code
     for number in (signal.SIGUSR2, signal.SIGTERM):
         signal.signal(number, job.receive)
-    note = os.environ.pop("STOPPED", "")  # of an earlier signal (start.sh)
+    note = os.environ.pop("STOPPED", "")  # start.sh makes this file at a signal
     job.stopped = job.stopped or os.path.exists(note)  # noqa: PTH110
     try:
         try:

@@ -1,6 +1,5 @@
-"""`wide-mlps list` and `run`: show or run a plan on this machine, one run after the other. Both
-skip finished runs, so you can interrupt any run and repeat the same command.
-"""
+"""`wide-mlps list` and `run`: show or run a plan on this machine, one run after the other.
+Finished runs are skipped, so you can interrupt any run and repeat the command."""
 
 import argparse
 import os
@@ -39,25 +38,24 @@ def show(options: argparse.Namespace) -> int:
 
 
 class Here:
-    """Runs commands on this machine and forwards signals, so that a training can save. Ctrl-C
-    reaches the command directly from the terminal; other signals are forwarded."""
+    """Runner of commands on this machine. It forwards signals, so that a training can save. Ctrl-C
+    reaches the command directly from the terminal."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
-        """Received signals that end the complete plan."""
+        """Received signals. After a signal, no more commands run."""
         self._process: subprocess.Popen[bytes] | None = None
         keep("")  # the command prints what it keeps
         for number in heeded_signals():
             signal.signal(number, self._receive)
 
     def run(self, words: list[str]) -> int:
-        """Run `python -m WORDS` and return its exit code; after a signal, the code that shells
-        use."""
+        """Run `python -m WORDS` and return its exit code (128 + the number of a signal)."""
         if self.received:
             return INTERRUPTED
         print(f"$ {shlex.join(words)}", flush=True)
         self._process = subprocess.Popen([sys.executable, "-m", *words])
-        if self.received:  # during its start
+        if self.received:  # a signal during the start
             self._process.send_signal(signal.SIGTERM)
         code = self._process.wait()
         return code if code >= 0 else 128 - code
@@ -80,8 +78,8 @@ def num_gpus() -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run all members (single runs of the plan). If one fails, the other members of its stage still
-    run, but later stages do not, because most need it."""
+    """Run all members (single runs of the plan). If a member fails, the other members of its stage
+    still run. Later stages do not run, because most read the results of earlier stages."""
     plan = load_checked(options.file, is_demo=options.demo)
     ranks = options.ranks or num_gpus() or 1
     if missing := plan.missing():
@@ -102,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
             others = [each.name for each in plan.stages[number:] if each.undone()]
             left = ", ".join(others) or "nothing"
             break
-    if plan.figure and not left:  # it takes seconds, and the results may have changed
+    if plan.figure and not left:  # drawing takes seconds, and results may have changed
         code = here.run(drawing)
         outcome = f"failed with exit code {code}" if code else "drawn"
         rows.append(["figure", outcome, plan.drawn])
@@ -117,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_stage(plan: Plan, number: int, here: Here, *, ranks: int) -> Iterator[list[str]]:
-    """Run the members of a stage; yield title, outcome and output directory of each."""
+    """Run the members of a stage. Yield the title, outcome and output directory of each member."""
     stage = plan.stages[number]
     for member in stage.members:
         work, title, outcome = member.work, stage.title(member), "finished before"
@@ -135,7 +133,6 @@ def _run_stage(plan: Plan, number: int, here: Here, *, ranks: int) -> Iterator[l
 
 
 def _run_work(work: Work, here: Here, *, ranks: int) -> int:
-    """Run the commands of a member until one fails. Return the last exit code."""
     mark = _unverified(work)
     if work.kind == "build":
         mark.parent.mkdir(parents=True, exist_ok=True)
@@ -147,8 +144,8 @@ def _run_work(work: Work, here: Here, *, ranks: int) -> int:
 
 
 def _unverified(work: Work) -> Path:
-    """Return the path of a file that exists from the start of a build until `data_prep verify` has
-    passed."""
+    """Return the path of a marker file. The file exists from the start of a build until `data_prep
+    verify` has passed."""
     return Path("jobs/unverified") / str(Path(work.writes).absolute()).replace("/", "%")
 
 

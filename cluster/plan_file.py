@@ -18,10 +18,10 @@
       run_dir: "runs/plans/{name}/probe-{pretrained}"
 
 A section is an entry or a list of entries. An entry is the path of a config, or a mapping. An entry
-with axes is a grid of many runs, on SLURM the tasks of one array. Member i depends only on this
-file: the first axis is the slowest, the seeds are the fastest. Dependencies follow from the
-configs. An entry waits for the entries that write the datasets and checkpoints of its resolved
-config. All other inputs must already exist.
+with axes is a grid: its members are many runs, on SLURM the tasks of one array. Only this file
+determines member i: the first axis changes slowest, the seeds change fastest. An entry waits for
+the entries that write the datasets and checkpoints in its resolved config. All other inputs must
+already exist.
 
 Long because it is one format: its settings, their members, and all mistakes.
 """
@@ -63,38 +63,38 @@ class Entry(Settings):
     config: Annotated[tuple[str, ...], _SEVERAL] = Field(
         min_length=1, examples=["configs/probe/demo.yaml"]
     )
-    """Config of the runs. A list of configs is the first axis of a grid, `config`, labeled by file
-    names."""
+    """Config of the runs. Several configs make the first axis of a grid, `config`, with the file
+    names as labels."""
     overrides: tuple[str, ...] = Field((), examples=[["train.duration=2 epochs"]])
     """Settings for all runs of the entry, as key.path=value."""
     for_each: Literal["pretrain", "finetune"] | None = None
-    """Use each run of this section (each seed, too) as an axis of the grid. The axis is named
-    `pretrained` or, for knn, evaluate and export, `finetuned`. `evaluate` then takes dataset and
-    split from each run's evaluation, unless the entry sets them."""
+    """Run this entry for each run (and seed) of this section. This is an axis of the grid, named
+    `pretrained`, or `finetuned` for knn, evaluate and export. `evaluate` uses the dataset and split
+    that the run was evaluated on, unless the entry sets them."""
     checkpoints: tuple[str, ...] = Field((), examples=[["50 epochs", "100 epochs"]])
-    """Milestone checkpoints of each run to use instead of the last one (see checkpoint.milestones).
-    In run_dir, {pretrained} or {finetuned} then ends with the length."""
+    """Milestone checkpoints (see checkpoint.milestones) to use instead of the last checkpoint of
+    each run. In run_dir, {pretrained} or {finetuned} then ends with the length."""
     grid: dict[str, Any] = Field(default_factory=dict, examples=[{"optimizer.lr": [0.0001, 0.001]}])
-    """Grid axes: a setting with a list of values, or any name with cases ({case: {setting: value,
-    ...}, ...}). Every combination is a run. Not for prepare."""
+    """Grid axes. An axis is a setting with a list of values, or any name with cases ({case:
+    {setting: value, ...}, ...}). Every combination is a run. Not for prepare."""
     seeds: tuple[int, ...] | None = Field(None, min_length=1, examples=[[0, 1, 2]])
     """Repeat each run with these seeds, which set train.seed (pretrain, finetune), the seed of the
     heads (probe) or of the views (evaluate). Not for prepare."""
     run_dir: str | None = Field(None, examples=["runs/plans/{name}/seed-{seed}"])
     """Run directory (or export) of each run; required for a grid. {name} is the name of the plan
-    file, {seed} the seed, {AXIS} the value on a grid axis, such as {optimizer.lr}. Not for
-    prepare."""
+    file, {seed} the seed, {AXIS} the label on a grid axis, such as {optimizer.lr}. Not for prepare.
+    """
     max_concurrent: int | None = Field(None, ge=1, examples=[4])
-    """Largest number of runs at the same time on SLURM, as 4 in sbatch's --array=0-31%4. null: no
+    """Largest number of runs at the same time on SLURM (the 4 in sbatch's --array=0-31%4). null: no
     limit."""
     nodes: int | None = Field(None, ge=1, examples=[4])
-    """Number of complete nodes for each run on SLURM. null: one node for a single pretraining,
-    otherwise a part of a node."""
+    """Number of complete nodes for each run on SLURM. null: one node for a single pretraining, a
+    part of a node for other runs."""
     gpus: int | None = Field(None, ge=0, examples=[4])
-    """Number of GPUs for each run on SLURM, all on one node, with the same fraction of its CPUs and
-    memory. null: one, or none for an export. Not for prepare."""
+    """Number of GPUs for each run on SLURM, all on one node, with the same fraction of the node's
+    CPUs and memory. null: one GPU, or none for an export. Not for prepare."""
     sbatch: tuple[str, ...] = Field((), examples=[["--time=24:00:00"]])
-    """More options of sbatch for this job, such as --time=24:00:00, or --array=0-31 to build a
+    """More options of sbatch for this entry, such as --time=24:00:00, or --array=0-31 to build a
     dataset in 32 tasks."""
 
     @property
@@ -107,15 +107,15 @@ class Entry(Settings):
             problem, fix = "the name is reserved", "choose another name"
             raise UserError(f"grid.{name}", problem, fix, code="bad-value")
         if self.checkpoints and not self.for_each:
-            problem = "it needs for_each"
+            problem = "this setting needs for_each"
             fix = "set for_each: pretrain, or put pretrained=RUN@50epochs into the grid"
             raise UserError("checkpoints", problem, fix, code="missing-value")
         if self.nodes is not None and self.gpus is not None:
-            problem = "it cannot be combined with nodes, which requests complete nodes"
+            problem = "gpus requests a part of a node, and nodes requests complete nodes"
             raise UserError("gpus", problem, "omit one of the two", code="conflict")
         if self.is_grid and self.run_dir is None:
             fix = "name its axes, for example runs/{name}/{seed}"
-            raise UserError("run_dir", "a grid needs it", fix, code="missing-value")
+            raise UserError("run_dir", "a grid needs a run_dir", fix, code="missing-value")
         return self
 
 
@@ -153,12 +153,13 @@ class Sections(Settings):
     evaluate: Entries = Field((), examples=["configs/evaluate/demo.yaml"])
     """Runs of `finetune evaluate`."""
     export: Entries = Field((), examples=["configs/export/demo.yaml"])
-    """Exports with `finetune export`. An export waits for the evaluations of its checkpoint,
-    because its model card shows their results."""
+    """Exports with `finetune export`. An export waits for evaluations of its checkpoint, because
+    the model card shows their results."""
     figure: dict[str, Any] | None = Field(
         None, examples=[{"kind": "sweep", "x": "width", "hue": ["mixing"]}]
     )
-    """Figure of the results, drawn after all runs. `analysis figure PLAN --check` checks it."""
+    """Figure of the results, drawn after all runs. To check the section, run `analysis figure PLAN
+    --check`."""
 
 
 class PlanSettings(Sections):
@@ -166,16 +167,16 @@ class PlanSettings(Sections):
     source: tuple[dict[str, Any], ...] = Field(
         (), examples=[[{"section": "C.4", "settings": {"optimizer.lr": 0.02}}]]
     )
-    """Settings that a paper prints: for each section of the paper, settings and all their values in
-    the runs. `where: {setting: value}` limits an item to some runs. `analysis paper` lists them."""
+    """Settings that a paper prints. An item has a section of the paper, and settings with all
+    values that the runs have. `where: {setting: value}` limits an item to some runs. `analysis
+    paper` lists the items."""
     chosen: tuple[dict[str, Any], ...] = Field(
         (), examples=[[{"reason": "our seeds", "settings": {"train.seed": [0, 1]}}]]
     )
     """Settings that no paper prints, with the reason for each value, in the form of `source`."""
     demo: Sections | None = Field(None, examples=[{"pretrain": "configs/pretrain/demo_mlp.yaml"}])
-    """Small variant of the plan on few images for two CPU cores (`wide-mlps run PLAN --demo`). It
-    has the sections of a plan, which replace those of the plan; without its own `figure` it uses
-    the plan's."""
+    """Small variant of the plan on few images for two CPU cores (`wide-mlps run PLAN --demo`). Its
+    sections replace all sections of the plan, except `figure` if the demo has none."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ class Choice:
     """Name of the value in run directories and tables."""
     overrides: tuple[str, ...] = ()
     defaults: tuple[str, ...] = ()
-    """Overrides with lower priority than the entry's own."""
+    """Overrides with lower priority than the overrides of the entry."""
 
 
 @dataclass(frozen=True)
@@ -194,17 +195,17 @@ class Member:
     index: int
     work: Work
     own: tuple[str, ...]
-    """Overrides of this member (run of the grid) only."""
+    """Overrides that only this member (run of the grid) has."""
     labels: Mapping[str, str]
-    """Axis -> label of the member on it."""
+    """Axis -> label of this member's value."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One entry of a plan. On SLURM it is one job (two for a dataset)."""
+    """One entry of a plan. On SLURM, an entry is one job (two jobs for a dataset)."""
 
     name: str
-    """Section of the plan, with a number if the section has several entries: probe, finetune/2."""
+    """Section of the entry. Several entries of a section are numbered: probe, finetune/2."""
     entry: Entry
     kind: Kind
     members: tuple[Member, ...]
@@ -215,12 +216,11 @@ class Stage:
 
     @property
     def num_gpus(self) -> int | None:
-        """Return the number of GPUs of each member; None: as its job script needs."""
+        """Number of GPUs of each member; None: as the job script requests."""
         is_export = self.kind == "export" and self.entry.is_grid
         return 0 if self.entry.gpus is None and is_export else self.entry.gpus
 
     def title(self, member: Member) -> str:
-        """Return the member's name for lists and messages."""
         return f"{self.name} {member.index}" if self.entry.is_grid else self.name
 
     def undone(self) -> list[Member]:
@@ -239,7 +239,7 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """Value of {name} in run_dir: the file's name, with `_demo` for the demo."""
+        """Value of {name} in run_dir: the plan file's name, with `_demo` for the demo."""
         return Path(self.path).stem + "_demo" * self.is_demo
 
     @property
@@ -258,8 +258,8 @@ class Plan:
         return sorted({work.config for stage in self.stages for work in stage.works})
 
     def after(self, stage: Stage) -> list[Stage]:
-        """Return the stages that write the inputs of a stage. An export also waits for the
-        evaluations of its checkpoint, because its model card shows their results."""
+        """Return the stages that write the inputs of a stage. An export also waits for evaluations
+        of its checkpoint, because the model card shows their results."""
         read = [
             place_of(run_and_length(path)[0]) for work in stage.works for path in work.reads_from
         ]
@@ -277,8 +277,7 @@ class Plan:
         return found
 
     def missing(self) -> list[UserError]:
-        """Return an error for each input of unfinished members that is missing and that no stage
-        writes."""
+        """Return an error for each missing input of unfinished members that no stage writes."""
         written = [place_of(work.writes) for stage in self.stages for work in stage.works]
         found: dict[str, UserError] = {}
         for stage in self.stages:
@@ -291,13 +290,14 @@ class Plan:
         grids = {stage.name: stage for stage in self.stages if stage.entry.is_grid}
         if name not in grids:
             fix = nearest(name, list(grids)) if grids else "choose a plan with a grid"
-            raise SettingsError(self.path, f"it has no grid {name!r}", fix, code="unknown-name")
+            raise SettingsError(
+                self.path, f"the plan has no grid {name!r}", fix, code="unknown-name"
+            )
         return grids[name]
 
 
 def load_plan(path: str, *, is_demo: bool = False, snapshot: Path | None = None) -> Plan:
-    """Read a plan, or its `demo:` section. If there is a snapshot of the submission, its copies of
-    the files are read."""
+    """Read a plan, or its `demo:` section. Files are read from `snapshot` if there is one."""
     try:
         complete = load_settings(PlanSettings, path=kept(path, snapshot), overrides=[])
         sections: Sections = complete
@@ -325,7 +325,7 @@ def load_plan(path: str, *, is_demo: bool = False, snapshot: Path | None = None)
 
 
 def load_checked(path: str, snapshot: Path | None = None, *, is_demo: bool = False) -> Plan:
-    """Read a plan and check it completely; one error contains every mistake."""
+    """Read a plan and check it completely. Raise one SettingsError that contains every mistake."""
     plan = load_plan(path, is_demo=is_demo, snapshot=snapshot)
     if errors := [*_problems(plan)]:
         raise in_file(path, *errors[:20])
@@ -341,7 +341,9 @@ def check_figure(plan: Plan) -> None:
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     if checked.returncode == BAD_INPUT:
         problem = checked.stderr.strip().removeprefix("analysis: ")
-        raise SettingsError(f"{plan.path}: figure", problem, "correct it", code="bad-value")
+        raise SettingsError(
+            f"{plan.path}: figure", problem, "correct the section", code="bad-value"
+        )
 
 
 def compressed(indices: Iterable[int]) -> str:
@@ -373,29 +375,29 @@ def _problems(plan: Plan) -> Iterable[UserError]:
             if place in seen:
                 fix = "choose another run_dir for one of them"
                 if stage.entry.is_grid:
-                    fix = "name each axis that differs in run_dir"
+                    fix = "add the names of all axes to run_dir, such as {seed}"
                 problem = f"{seen[place]} also writes {member.work.writes}"
                 yield UserError(name, problem, fix, code="conflict")
             seen.setdefault(place, name)
 
 
 def _unavailable(work: Work, plan: Plan) -> UserError | None:
-    """Return an error if a member reads a checkpoint that its run in this plan will not keep."""
+    """Return an error if a member reads a checkpoint that another run of the plan will not keep."""
     run, words = run_and_length(work.pretrained or "")
     for stage in plan.stages:
         for maker in stage.works if run and stage.kind in _EACH.values() else ():
             if place_of(run) not in map(place_of, maker.runs):
                 if place_of(run) == place_of(maker.writes):
-                    problem = f"{run} will have a run for each of its repetitions"
-                    fix = "choose one of them, or set for_each: finetune"
+                    problem = f"{run} will contain several runs (repetitions)"
+                    fix = "choose one of these runs, or set for_each: finetune"
                     return UserError("pretrained", problem, fix, code="conflict")
                 continue
             if not words or parse_length(words).unit == "steps":
                 continue
             kept = (*maker.settings.checkpoint.milestones, maker.settings.train.duration)  # type: ignore[attr-defined]
             if parse_length(words) not in map(parse_length, kept):
-                problem = f"{run} will keep {', '.join(kept)}, not {words}"
-                fix = "add it to checkpoint.milestones of that run"
+                problem = f"{run} will keep checkpoints of {', '.join(kept)}, not of {words}"
+                fix = f"add {words} to checkpoint.milestones of this run"
                 return UserError("pretrained", problem, fix, code="mismatch")
     return None
 
@@ -438,24 +440,23 @@ def _axes(entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> dict[str, list
         setting = COMMANDS[kind].seed
         if not setting:
             problem = f"{COMMANDS[kind].section} uses no random numbers"
-            raise SettingsError("seeds", problem, "omit them", code="unsupported")
+            raise SettingsError("seeds", problem, "omit seeds", code="unsupported")
         axes["seed"] = [Choice(str(seed), (f"{setting}={seed}",)) for seed in entry.seeds]
     for name, choices in axes.items():
         labels = [choice.label for choice in choices]
         if twice := next((label for label in labels if labels.count(label) > 1), None):
-            problem = f"two of its values have the label {twice!r}"
+            problem = f"two values of this axis have the label {twice!r}"
             raise SettingsError(name, problem, "write cases with different names", code="conflict")
     return axes
 
 
 def _axis_of_runs(axis: str, entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> list[Choice]:
-    """Return the runs of a section as the axis of `for_each`."""
     works = [work for stage in before if stage.kind == _EACH[axis] for work in stage.works]
     if not COMMANDS[kind].reads_checkpoint or not works:
         later = list(COMMANDS.values())[list(COMMANDS).index(_EACH[axis]) + 1 :]
         readers = ", ".join(each.section for each in later if each.reads_checkpoint)
         problem = f"it needs a section {COMMANDS[_EACH[axis]].section!r} and one of {readers}"
-        fix = "add the section, or omit it"
+        fix = "add the section, or omit for_each"
         raise SettingsError("for_each", problem, fix, code="conflict")
     for work in works:
         if not work.runs:

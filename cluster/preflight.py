@@ -2,16 +2,16 @@
 
 Each rank runs this module.
 
-1. Rank 0 forks a process, the judge, that collects all findings. It uses neither GPU nor disk, so a
-   hung driver cannot block it.
-2. Each rank sends the name of each check before it, and finally its findings, through a TCPStore.
-   An alarm kills a rank that hangs. A rank that never starts delays nobody.
+1. Rank 0 forks a process, the judge, that collects all findings. The judge uses neither GPU nor
+   disk, so a hung driver cannot block it.
+2. Each rank sends the name of a check before the check runs, and finally the findings, through a
+   TCPStore. An alarm kills a rank that hangs. The judge does not wait for a rank that never starts.
 3. If no rank has a fault, all ranks do one all-reduce with a deadline.
 4. The judge prints a summary and writes JOB_DIR/preflight.jsonl (one line per rank) and
    JOB_DIR/bad-nodes (NODE<TAB>reason).
 
-Every wait has a limit. A fault of most nodes has a common cause, so it blames no node. Exit codes
-of the judge: 0 no bad node, 3 bad nodes were named, 1 the check could not be made.
+Every wait has a limit. If most nodes have the same fault, no node is blamed. Exit codes of the
+judge: 0 no bad node, 3 bad nodes were named, 1 the checks could not run.
 """
 
 import argparse
@@ -36,23 +36,21 @@ if TYPE_CHECKING:
 
 SOUND, FAILED, NAMED = 0, 1, 3
 COMMON_FRACTION = 2 / 3
-"""Fraction of nodes with the same fault, above which the cause is assumed to be a setting or a
-shared disk."""
+"""Fraction of nodes with the same fault from which on no node is blamed. A setting or a shared disk
+is then the likely cause."""
 MIN_FREE_GB = 1.0
 """Free GB that the scratch directory needs, because compiled kernels take some hundred MB."""
 ALL_REDUCE_TIMEOUT_S, MARGIN_S = 40.0, 15.0
-"""Deadline of the all-reduce, and a margin for the other ranks' own timeouts. NCCL takes up to ten
-seconds to connect."""
+"""Deadline of the all-reduce, and a margin for the timeouts of other ranks, in seconds. NCCL takes
+up to ten seconds to connect."""
 
 Findings = dict[str, Any]
-"""Findings of a rank as a dict: rank, node, device, free_gb, gb_per_s and faults (a list of [kind,
-text])."""
+"""Findings of a rank: rank, node, device, free_gb, gb_per_s and faults (a list of [kind, text])."""
 Steps = Iterator[str | Findings]
-"""Iterator over the checks of a rank. It yields the name of each check before it runs, to identify
-a hanging check, and finally the findings."""
+"""Checks of a rank. The iterator yields the name of each check before the check runs, so that a
+hanging check is known. Finally it yields the findings."""
 CERTAIN = ("no gpu", "gpus", "gpu error", "wrong product", "no answer", "scratch")
-"""Kinds of faults that blame the node even in a one-node job. Other kinds may come from
-settings."""
+"""Kinds of faults for which a one-node job blames its node. Settings can cause other kinds."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -80,12 +78,14 @@ def main(arguments: list[str] | None = None) -> int:
             return judge_nodes(world, store, options, timeout_s=timeout_s)
         return check_rank(world, store, options.read, timeout_s=timeout_s)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the store's rank 0 is gone
-        print(f"preflight: could not be made: {str(error).partition(chr(10))[0]}", file=sys.stderr)
+        print(
+            f"preflight: the checks could not run: {str(error).partition(chr(10))[0]}",
+            file=sys.stderr,
+        )
         return FAILED
 
 
 def check_rank(world: World, store: Any, read: Sequence[str], *, timeout_s: float) -> int:
-    """Check this rank's node and send the findings to the judge."""
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     findings: Findings = {"rank": world.rank, "node": node, "faults": []}
     store.set(f"touches/{world.rank}", "its start")
@@ -101,7 +101,7 @@ def check_rank(world: World, store: Any, read: Sequence[str], *, timeout_s: floa
 
 
 def follow(steps: Steps, findings: Findings, store: Any, *, timeout_s: float) -> None:
-    """Run the checks and collect their findings. SIGALRM ends a hanging process, even in driver
+    """Run the checks and collect the findings. SIGALRM ends a process that hangs, even in driver
     code."""
     signal.alarm(math.ceil(timeout_s))
     try:
@@ -117,7 +117,6 @@ def follow(steps: Steps, findings: Findings, store: Any, *, timeout_s: float) ->
 
 
 def judge_nodes(world: World, store: Any, options: argparse.Namespace, *, timeout_s: float) -> int:
-    """Collect the findings of all ranks, and report the bad nodes."""
     began_s = time.monotonic()
     nodes = options.nodes.split(",") if options.nodes else [socket.gethostname()]
     every = [f"touches/{rank}" for rank in range(world.num_ranks)]
@@ -145,7 +144,7 @@ def judge_nodes(world: World, store: Any, options: argparse.Namespace, *, timeou
 def gather(
     store: Any, topic: str, world: World, nodes: Sequence[str], *, timeout_s: float
 ) -> list[Findings]:
-    """Return the findings of all ranks. A rank that sent nothing in time gets a fault."""
+    """Return the findings of all ranks. A rank without findings after the timeout gets a fault."""
     began = [rank for rank in range(world.num_ranks) if store.check([f"touches/{rank}"])]
     with suppress(RuntimeError):
         store.wait([f"{topic}/{rank}" for rank in began], datetime.timedelta(seconds=timeout_s + 1))
@@ -167,8 +166,7 @@ def gather(
 
 
 def check_node(world: World, read: Sequence[str]) -> Steps:
-    """Check GPUs and their arithmetic. The first rank of a node also checks the directories for
-    all."""
+    """Check the GPU and its arithmetic. The first rank of a node also checks the directories."""
     import torch
 
     found: Findings = {"faults": []}
@@ -227,9 +225,9 @@ def expected_gpus(environment: Mapping[str, str]) -> int:
 
 
 def check_scratch(directory: Path) -> tuple[float | None, list[list[str]]]:
-    """Write and remove a file in the scratch directory; return the free GB and the fault, if there
-    is one. A wrong NODE_SCRATCH is the kind "place of scratch", because it is a setting; a bad disk
-    blames the node."""
+    """Write and remove a file in the scratch directory. Return the free GB, and the fault if there
+    is one. A wrong NODE_SCRATCH has the kind "place of scratch", because it is a setting; a bad
+    disk blames the node."""
     path = directory / f".preflight-{socket.gethostname()}-{os.getpid()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -253,8 +251,8 @@ def check_scratch(directory: Path) -> tuple[float | None, list[list[str]]]:
 
 
 def wrong_product(device: "torch.device") -> str | None:
-    """Compare a matrix product with integer arithmetic. The entries are -1, 0 and 1, so all sums
-    are exact."""
+    """Return an error if a matrix product differs from integer arithmetic. The entries are -1, 0
+    and 1, so all sums are exact."""
     import torch
 
     size = 128
@@ -274,7 +272,8 @@ def multiply(a: "torch.Tensor", b: "torch.Tensor") -> "torch.Tensor":
 
 
 def all_reduce(world: World, *, on_gpu: bool) -> Steps:
-    """Do one all-reduce over all ranks, and return the GB/s that this rank had to send."""
+    """Do an all-reduce over all ranks, and yield the throughput in GB/s of the data that this rank
+    sends."""
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a timeout raises instead of ending the process
     import torch
     from torch import distributed

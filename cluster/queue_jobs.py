@@ -2,22 +2,21 @@
 
 1. Fail if a setting is wrong or an input is missing. Skip members that are finished or in the
    queue.
-2. Submit the stages in order, and the plan's figure after all of them. Each waits for the stages
-   that write its inputs.
-3. If sbatch rejects a job because the queue is full (MaxSubmitJobs, MaxJobCount), submit a small
-   job, `cluster/queue.slurm`, in place of the last members. It begins when half of the wave has
-   ended, and queues the rest by the same steps. Each wave uses the code and configs of the first.
-4. If sbatch rejects a job for another reason, cancel the jobs before it.
+2. Submit the stages in order, then the plan's figure. Each stage waits for the stages that write
+   its inputs.
+3. If the queue is full (MaxSubmitJobs, MaxJobCount), submit the small job `cluster/queue.slurm` in
+   place of the last members. This job begins when half of the submitted jobs (a wave) have ended,
+   and submits the next wave. Each wave uses the code and configs of the first wave.
+4. If sbatch rejects a job for another reason, cancel the jobs submitted before.
 
-A later wave submits each member once, even if a wave was interrupted: it reads jobs/JOB/writes of
-all jobs since the plan's first. Only another `cluster/submit` submits a failed member again. While
-queue.slurm of a plan is in the queue, no second command submits the plan.
+All waves together submit each member once, because a wave reads jobs/JOB/writes of all earlier
+jobs of the plan. To submit a failed member again, run `cluster/submit` again. While queue.slurm of
+a plan is in the queue, no second command submits the plan.
 
 If a job fails, the jobs that wait for it leave the queue (--kill-on-invalid-dep). Later waves skip
-these. One case differs: a grid that reads the runs of another grid begins after that grid, even if
-members failed.
+them. A grid that reads the runs of another grid begins even if members of the other grid failed.
 
-Exit codes: 0 submitted, or nothing is left to do; 1 sbatch has rejected it; 2 it cannot run.
+Exit codes: 0 submitted, or everything is done; 1 rejected by sbatch; 2 the submission cannot run.
 """
 
 import fcntl
@@ -76,7 +75,7 @@ def main(words: list[str]) -> int:
                 text = f"Submitted batch job {numbers} with the present code and config"
                 print(jobs[-1] if "--parsable" in words else text)
     except NothingLeft as left:
-        print(f"{left}, nothing is submitted", file=sys.stderr)
+        print(f"nothing is submitted: {left}", file=sys.stderr)
     except ValueError as error:
         print(f"cluster/submit: {message_of(error)}", file=sys.stderr)
         return BAD_INPUT
@@ -110,7 +109,7 @@ def _all_or_none(jobs: Sequence[str]) -> Iterator[None]:
         if jobs:
             with suppress(SlurmError):
                 slurm("scancel", *jobs)
-            print(f"cluster/submit: canceled: {', '.join(jobs)}", file=sys.stderr)
+            print(f"cluster/submit: canceled jobs: {', '.join(jobs)}", file=sys.stderr)
         raise
 
 
@@ -120,7 +119,7 @@ class Queue:
     def __init__(self, path: str, options: Sequence[str]) -> None:
         kept = Path(os.environ["PLAN_KEPT"]) if "PLAN_KEPT" in os.environ else None
         self.since = int(os.environ.get("PLAN_SINCE", "0"))
-        """Number of the plan's first job, if this is not its first wave."""
+        """Number of the first job of the plan's first wave; 0 in the first wave."""
         self.plan, self.options, self.kept = load_checked(path, kept), options, kept
         plan = self.plan
         refuse_missing(Submission(tuple(options), kept=kept), plan.missing())
@@ -131,16 +130,16 @@ class Queue:
         self.writers = writers_of([*places, path, plan.drawn])
         own = kept and os.environ.get("SLURM_JOB_ID")
         if others := [each for each in self.writers.pop(path, []) if each.job != own]:
-            raise NothingLeft(f"{path}: {others[0]} already queues the rest of the plan")
+            raise NothingLeft(f"{path}: {others[0]} already submits the rest of the plan")
         self.begun = places_since(self.since) if self.since else set()
         self.submitted: list[str] = []
         self.jobs: dict[str, list[str]] = {}
         """Stage -> numbers of its jobs in this wave."""
         self.failed: set[str] = set()
-        """Stages with failed members in an earlier wave, and stages that depend on them."""
+        """Stages with members that failed in an earlier wave, and stages that depend on these."""
 
     def waits(self, stage: str) -> list[str]:
-        """Return the jobs (or tasks of earlier arrays) that work on a stage."""
+        """Return the jobs (or array tasks) that write the results of a stage."""
         works = next((each.works for each in self.plan.stages if each.name == stage), [])
         found = [each for work in works for each in self.writers.get(work.writes, [])]
         jobs = self.jobs.get(stage, ())
@@ -167,7 +166,9 @@ class Queue:
                 print(f"{stage.name}: finished, not submitted")
         if plan.figure and not any(undone.values()) and not self.jobs:
             path = plan.path
-            print(f"figure: analysis figure {path}, or cluster/submit cluster/figure.slurm {path}")
+            print(
+                f"figure: run analysis figure {path}, or cluster/submit cluster/figure.slurm {path}"
+            )
 
     def report(self) -> None:
         rows = [["stage", "jobs", "waits for"]]
@@ -196,7 +197,7 @@ class Queue:
         if queued:
             numbers = f" {compressed(each.index for each in queued)}" * stage.entry.is_grid
             writer = self.writers[queued[0].work.writes][0]
-            print(f"{stage.name}{numbers}: in the queue already, {writer}", file=sys.stderr)
+            print(f"{stage.name}{numbers}: {writer} is already in the queue", file=sys.stderr)
         left = [member for member in stage.undone() if member not in queued]
         begun = [each for each in left if str(Path(each.work.writes).resolve()) in self.begun]
         left = [member for member in left if member not in begun]
@@ -208,7 +209,7 @@ class Queue:
         if begun or lost:
             self.failed.add(stage.name)
         if left and lost:
-            print(f"{stage.name}: not submitted, {lost[0]} has failed", file=sys.stderr)
+            print(f"{stage.name}: not submitted, because {lost[0]} has failed", file=sys.stderr)
         if not left or lost:
             return None
         jobs = {each.name: self.waits(each.name) for each in self.plan.stages}
@@ -240,7 +241,7 @@ class Queue:
             self.jobs[name] = [f"<{name}>"] if is_dry_run else self.submitted[before:]
 
     def leave_rest(self) -> None:
-        """Submit queue.slurm, which submits the rest of the plan. If the queue has no room for it,
+        """Submit queue.slurm, which submits the rest of the plan. If the queue is too full, first
         cancel the last members of this wave."""
         own = [entry for job in self.submitted for entry in entries_of(job)]
         others = [_label(each) for writers in self.writers.values() for each in writers]
@@ -264,7 +265,7 @@ class Queue:
 
 
 def take_back(label: str, place: str) -> None:
-    """Cancel a job or a task, and remove its place from jobs/JOB/writes."""
+    """Cancel a job or a task, and remove its output path from jobs/JOB/writes."""
     slurm("scancel", label)
     job = label.partition("_")[0]
     left = {path: each for each, path in entries_of(job) if path != place}
@@ -283,14 +284,14 @@ def submission_of(
     options: Sequence[str],
     kept: Path | None = None,
 ) -> Submission:
-    """Return the submission of a stage. `jobs`: the jobs of each stage."""
+    """Return the submission of a stage. `jobs`: the jobs of all stages."""
     words = [f"--nodes={stage.entry.nodes}"] if stage.entry.nodes else []
     words += [*stage.entry.sbatch, *options]
     after: dict[str, list[str]] = {}
     for each in plan.after(stage):
         kind = "afterany" if each.entry.is_grid and stage.entry.is_grid else "afterok"
         after.setdefault(kind, []).extend(jobs.get(each.name, ()))
-    if stage.entry.max_concurrent:  # at most as many at a time as in one array
+    if stage.entry.max_concurrent:  # the limit holds for all arrays together
         after.setdefault("afterany", []).extend(jobs.get(stage.name, ()))
     waits = ",".join(f"{kind}:{':'.join(each)}" for kind, each in after.items() if each)
     if waits:

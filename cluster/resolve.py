@@ -1,19 +1,19 @@
-"""Resolve the words of a job to its command: `python -m cluster.resolve`, for cluster/job.py.
+"""Resolve the arguments of a job to a command: `python -m cluster.resolve`, for cluster/job.py.
 
     [--starting] [--kept SNAPSHOT] PROGRAM COMMAND CONFIG [key=value ...]
     [--starting] [--kept SNAPSHOT] grid PLAN STAGE INDEX
 
 The output is JSON with these fields:
 
-- `words`: the words after python -m.
-- `writes`, `reads` and `result`, its last file.
-- `can_stage` (its data) and `needs_one_rank`.
-- `work`: the work directory of a build.
-- `state`: finished, unfinished, or, after --starting, blind. Then `about` is a path of another file
-  system that is missing on this node; some nodes may lack a mount.
+- `words`: arguments of python -m.
+- `writes`: output path; `reads`: input paths; `result`: last file that the command writes.
+- `can_stage`: true if data.stage_dir can be set. `needs_one_rank`.
+- `work`: work directory of a build.
+- `state`: finished or unfinished; with --starting also blind, if this node lacks the mount of an
+  input. `about` is then the path of the input.
 
-Every file is the one in SNAPSHOT, also those that a plan names. A mistake ends it with code 2 and
-its message.
+Configs are read from SNAPSHOT, also configs that a plan names. After a mistake, the exit code is 2
+and stderr has the message.
 """
 
 import argparse
@@ -54,11 +54,11 @@ def resolve(words: Sequence[str], snapshot: Path | None) -> Work:
             problem, fix = "no config is given", "sbatch cluster/NAME.slurm CONFIG [key=value ...]"
             raise SettingsError("CONFIG", problem, fix, code="missing-value")
         if kind != "build" and "SLURM_ARRAY_TASK_ID" in os.environ:
-            fix = "write a plan for several runs: cluster/submit PLAN"
+            fix = "for several runs, write a plan: cluster/submit PLAN"
             raise SettingsError("--array", f"{words[1]} is one run", fix, code="conflict")
         return Work(kind, kept(words[2], snapshot), tuple(words[3:]))
     if len(words) != 4 or not words[3].isdigit():
-        problem = "its words are PLAN STAGE, and it is an array"
+        problem = "the arguments must be PLAN STAGE, in an array"
         fix = "write overrides into the plan: cluster/submit cluster/grid.slurm PLAN STAGE"
         raise SettingsError("cluster/grid.slurm", problem, fix, code="bad-syntax")
     stage, index = load_plan(words[1], snapshot=snapshot).stage(words[2]), int(words[3])
@@ -71,7 +71,7 @@ def resolve(words: Sequence[str], snapshot: Path | None) -> Work:
 
 def describe(work: Work, *, is_starting: bool) -> dict[str, object]:
     state, about = "finished" if work.is_finished() else "unfinished", ""
-    # many tasks write a dataset together
+    # the tasks of a build need no check
     if is_starting and state == "unfinished" and work.kind != "build":
         absent = [path for path in work.reads if not Path(path).exists()]
         unseen = [path for path in absent if _file_system(Path(path)) != _file_system(Path())]

@@ -1,6 +1,7 @@
 """JSON schemas for editors: the keys of each config and their meaning.
 
-`wide-mlps init` writes them into configs/schemas/ of a new folder, `make` into that of a checkout.
+`wide-mlps init` writes the schemas into configs/schemas/ of a new folder, and `make` does in a
+checkout.
 """
 
 from pathlib import Path

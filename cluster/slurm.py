@@ -1,9 +1,9 @@
-"""Requests to SLURM, and the places that its jobs write. Imports only the standard library (Python
-3.9 or newer).
+"""Requests to SLURM, and the output paths (places) of jobs. Imports only the standard library
+(Python 3.9 or newer).
 
 Two jobs for one run or dataset would only wait for each other's lock. `cluster/submit` therefore
-records the places of a job in jobs/JOB/writes. Each line has the array's task that writes the place
-(or "-": all of the job), a tab, and the complete path. Jobs that squeue no longer lists do not
+records the output paths of a job in jobs/JOB/writes. Each line has the array task that writes the
+path (or "-": all tasks), a tab, and the complete path. Jobs that squeue no longer lists do not
 count, so no cleanup is needed.
 """
 
@@ -27,14 +27,14 @@ KEPT_OF_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_WAIT")
 
 
 class SlurmError(UserError):
-    """A command of SLURM failed; the problem is SLURM's own message."""
+    """Failure of a SLURM command, with SLURM's own message."""
 
 
 def slurm(*words: str, tries: int = 1, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the output of a SLURM command. A failed command is repeated after ten seconds. The
-    command ignores TERM and USR2, because after a requeue SLURM sends these to all processes of the
-    start, also to the running scontrol."""
-    # whatever format the user prefers
+    """Return the output of a SLURM command. Repeat a failed command after ten seconds, `tries`
+    times in total; then raise SlurmError. The command ignores TERM and USR2: after a requeue, SLURM
+    sends these signals to all processes of the attempt, including scontrol."""
+    # the user's format settings do not apply
     environment = {
         name: value
         for name, value in environment.items()
@@ -71,13 +71,13 @@ def _shield() -> None:
 
 
 def facts(line: str) -> dict[str, str]:
-    """Return {name: value} of a line of `scontrol -o show`, without (null) values."""
+    """Return {name: value} of a line of `scontrol -o show`. Values of (null) are omitted."""
     return {name: value for name, value in re.findall(r"([\w/]+)=(\S*)", line) if value != "(null)"}
 
 
 def count_gpus(gres: str) -> int:
     """Return the number of GPUs in a gres list, for example 4 for gpu:h100:4(S:0-1),nvme:2. A name
-    without a number counts as one."""
+    without a number counts as one GPU."""
     items = [
         re.split("[:=/]", item.removeprefix("gres/").removeprefix("gres:"))
         for item in re.sub(r"\([^)]*\)", "", gres).split(",")
@@ -86,10 +86,9 @@ def count_gpus(gres: str) -> int:
 
 
 def cpus_per_rank(environment: Mapping[str, str], node_lines: Iterable[str], *, ranks: int) -> int:
-    """Return the number of CPUs for each rank, on the node with the fewest CPUs in the job. A step
-    gets complete cores, so an uneven fraction of a node with several threads per core is rounded
-    down. Under --hint=nomultithread a CPU is a core, but older versions of SLURM count threads in
-    SLURM_JOB_CPUS_PER_NODE."""
+    """Return the number of CPUs for each rank on the node with the fewest CPUs. srun assigns
+    complete cores, so the number is rounded down to complete cores. --hint=nomultithread makes a
+    CPU a core, but older versions of SLURM count threads in SLURM_JOB_CPUS_PER_NODE."""
     nodes = [
         node
         for node in map(facts, node_lines)
@@ -133,8 +132,8 @@ def about_job(job: str, *, tries: int = 1) -> dict[str, str]:
 
 
 def inherited(about: Mapping[str, str]) -> list[str]:
-    """Return the sbatch options that make another job equal to this one in everything but size,
-    from `scontrol show job`."""
+    """Return the sbatch options that another job needs to equal this one, except its size. `about`:
+    output of `scontrol show job`."""
     names = {
         "partition": "Partition",
         "account": "Account",
@@ -156,7 +155,7 @@ def inherited(about: Mapping[str, str]) -> list[str]:
 
 
 def shape(about: Mapping[str, str]) -> list[str]:
-    """Return the sbatch options that make another job as large as this running one."""
+    """Return the sbatch options for another job of the same size."""
     options = ["--no-requeue", f"--nodes={about['NumNodes']}", f"--ntasks={about['NumTasks']}"]
     sharing = {"NO": ["--exclusive"], "YES": ["--oversubscribe"]}
     options += sharing.get(about.get("OverSubscribe", ""), [])
@@ -170,8 +169,8 @@ def shape(about: Mapping[str, str]) -> list[str]:
 
 
 def wait_for_successor(array: str, task: str | None, successor: str) -> None:
-    """Make pending jobs that wait for a job (or array task) wait for its successor. Jobs that wait
-    for a complete array wait for both."""
+    """Make the pending jobs that wait for a job (or array task) wait for its successor instead.
+    Jobs that wait for the complete array wait for both."""
     label = array if task is None else f"{array}_{task}"
     words = ("squeue", "--noheader", "--me", "--states=PENDING", "--format=%F %E")
     with open(Path("jobs", ".dependencies"), "w") as lock:  # tasks of an array end at the same time
@@ -194,7 +193,7 @@ def _move_waits(pending: str, array: str, label: str, successor: str) -> None:
 
 
 def state_of(label: str, *, tries: int = 1) -> str:
-    """Return the state of one job, or of one task of an array; "gone" if SLURM has forgotten it."""
+    """Return the state of a job or an array task; "gone" if SLURM no longer knows it."""
     try:
         return (
             slurm("squeue", "--noheader", f"--jobs={label}", "--format=%T", tries=tries).strip()
@@ -212,8 +211,8 @@ def expand_hosts(names: str) -> list[str]:
 
 
 def new_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a new job. It does not contain number, array, restarts or code of
-    the job that submits it. site.env is read again on the new job's node
+    """Return the environment for a new job, without variables of the job that submits it
+    (SLURM_..., PYTHONPATH). The new job reads site.env again on its own node
     (cluster/environment.sh)."""
     ours = {
         *environment.get("JOB_SETTINGS", "").split(),
@@ -233,11 +232,11 @@ def new_job(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Writer(NamedTuple):
-    """A job in the queue, or a task of an array."""
+    """Job or array task in the queue that writes an output path."""
 
     job: str
     task: str
-    """Number of the array task; "" if the job is no array."""
+    """Number of the array task; "" without an array."""
     state: str
 
     def __str__(self) -> str:
@@ -246,15 +245,15 @@ class Writer(NamedTuple):
 
 
 def lines_of(places: Mapping[str, str]) -> str:
-    """Return the content of a file jobs/JOB/writes. `places`: path -> task."""
+    """Return the content of jobs/JOB/writes. `places`: path -> task."""
     return "".join(f"{task}\t{Path(place).resolve()}\n" for place, task in places.items())
 
 
 def writers_of(places: Sequence[str]) -> dict[str, list[Writer]]:
-    """Return the jobs that write each place, running ones first. Places without such a job are
+    """Return the jobs that write each path, running jobs first. Paths without such a job are
     omitted."""
     wanted = {str(Path(place).resolve()): place for place in places}
-    # all jobs of the user, not -j, which fails as soon as SLURM has forgotten one of them
+    # all jobs of the user: -j fails if SLURM no longer knows one of the jobs
     lines = slurm("squeue", "--noheader", "--me", "--array", "--format=%F %K %T").splitlines()
     found: dict[str, list[Writer]] = {}
     for job, task, state in (line.split() for line in lines if len(line.split()) == 3):
@@ -272,13 +271,13 @@ def writers_of(places: Sequence[str]) -> dict[str, list[Writer]]:
 
 
 def entries_of(job: str) -> list[tuple[str, str]]:
-    """Return the label and the place of each task of a job, or of the job itself."""
+    """Return (label, output path) for each task of a job, or for the job itself."""
     parts = (line.partition("\t") for line in Path("jobs", job, "writes").read_text().splitlines())
     return [(job if task == ALL_TASKS else f"{job}_{task}", path) for task, _, path in parts]
 
 
 def places_since(first: int) -> set[str]:
-    """Return the complete paths of places that this job and later jobs write or have written."""
+    """Return the output paths of this job and of all later jobs."""
     jobs = [record.parent.name for record in Path("jobs").glob("*/writes")]
     late = (job for job in jobs if job.isdigit() and int(job) >= first)
     return {path for job in late for _, path in entries_of(job)}

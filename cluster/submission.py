@@ -1,5 +1,5 @@
-"""A submission: sbatch's options, a job script, its words, and its part of a node. Imports only the
-standard library, for `cluster/submit --check`."""
+"""Arguments of cluster/submit: sbatch options, a job script and its arguments. Also computes which
+part of a node a run gets. Imports only the standard library, for `cluster/submit --check`."""
 
 import argparse
 import os
@@ -11,27 +11,29 @@ from pathlib import Path
 from cluster.slurm import SlurmError, count_gpus, nodes_of
 
 WARNING = "warning: "
-"""Prefix of a printed line of cluster/submit that does not stop a submission."""
+"""Prefix of a printed warning. A warning does not stop a submission."""
 GPU_OPTIONS = ("gpus-per-node", "gres", "gpus", "gpus-per-task", "gpus-per-socket")
 """Options of sbatch that request GPUs."""
 SHAPES = (
     *("nodes", "ntasks", "ntasks-per-node", "exclusive", "oversubscribe"),
     *("gpus", "gpus-per-task", "gpus-per-socket"),
 )
-"""Options with which a submission itself requests a part of a node."""
+"""Options of sbatch that request nodes or GPUs. If one is given, cluster/submit books no part of a
+node."""
 SIZES = ("cpus-per-gpu", "cpus-per-task", "mem", "mem-per-cpu", "mem-per-gpu")
 FLAGS = ("exclusive", "hold", "oversubscribe", "test-only")
 OTHERS = ("array", "begin", "dependency", "partition", "time", "time-min")
 SHORT = {"nodes": "N", "ntasks": "n", "oversubscribe": "s", "gpus": "G", "cpus-per-task": "c"}
 SHORT |= {"hold": "H", "array": "a", "begin": "b", "dependency": "d", "partition": "p", "time": "t"}
 NUM_CPUS = 4
-"""Number of CPUs of a run without a GPU, if its node has that many."""
+"""Number of CPUs of a run without a GPU, on nodes with at least this many CPUs."""
 ON_PARTS = ("grid.slurm", "probe.slurm", "finetune.slurm", "knn.slurm", "evaluate.slurm")
 """Job scripts whose runs usually need one GPU."""
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return a parser of the needed sbatch options. Like sbatch, it accepts abbreviations."""
+    """Return a parser of the sbatch options that this package reads. Like sbatch, it accepts
+    abbreviations."""
     parser = argparse.ArgumentParser("cluster/submit", add_help=False)
     for name in sorted({*GPU_OPTIONS, *SHAPES, *SIZES, *FLAGS, *OTHERS}):
         short = [f"-{SHORT[name]}"] if name in SHORT else []
@@ -48,7 +50,7 @@ class Submission:
     script: str | None = None
     arguments: tuple[str, ...] = ()
     kept: Path | None = None
-    """Snapshot of code and configs from an earlier wave of a plan; None: make a new one."""
+    """Snapshot of code and configs from an earlier wave of a plan; None: make a new snapshot."""
 
     @property
     def name(self) -> str:
@@ -59,8 +61,8 @@ class Submission:
         return vars(_parser().parse_known_args(self.options)[0])
 
     def option(self, name: str) -> str | None:
-        """Return the last value of an option of sbatch; "" if it was given without a value, None if
-        not given."""
+        """Return the last value of an sbatch option; "" if the option has no value, None if it is
+        absent."""
         return self._values[name]
 
     def has(self, *names: str) -> bool:
@@ -70,8 +72,8 @@ class Submission:
         return replace(self, options=(*first, *self.options, *last))
 
     def ranks(self, environment: Mapping[str, str]) -> tuple[int | None, int | None]:
-        """Return the number of nodes, and of ranks on each (RANKS_PER_NODE, or the GPUs); None if
-        only the allocation determines it."""
+        """Return the number of nodes and the number of ranks per node (RANKS_PER_NODE, or the
+        GPUs). Return None for a number that only the allocation determines."""
         nodes, ranks = self.option("nodes") or "1", environment.get("RANKS_PER_NODE", "")
         gpus = self.gpus_per_node(environment)
         per_node = None if gpus is None else gpus or 1
@@ -80,8 +82,7 @@ class Submission:
         return int(nodes) if nodes.isdigit() else None, per_node
 
     def gpu_request(self, environment: Mapping[str, str]) -> tuple[str, str]:
-        """Return name and value of the option that requests GPUs, or else of the site's variable
-        for it."""
+        """Return name and value of the option, or of the site's variable, that requests GPUs."""
         given = [(name, self.option(name)) for name in GPU_OPTIONS]
         for name in GPU_OPTIONS:
             given.append((name, environment.get(f"SBATCH_{name.upper().replace('-', '_')}")))
@@ -107,9 +108,9 @@ def read_submission(words: Sequence[str]) -> Submission:
 
 def book_part_of_node(submission: Submission, *, gpus: int | None = None) -> Submission:
     """Return the submission with options for a part of a node before its own options. The part has
-    `gpus` GPUs (None: one, if the site has any) and the same fraction of CPUs and memory.
+    `gpus` GPUs (None: one, if the site has GPUs) and the same fraction of CPUs and memory.
     --oversubscribe cancels the script's --exclusive; SLURM never gives a GPU to two jobs. If
-    site.env sets RANKS_PER_NODE, SLURM does not know the GPUs."""
+    site.env sets RANKS_PER_NODE, SLURM does not know the GPUs, and the submission is unchanged."""
     environment = os.environ
     of_site = {"SBATCH_EXCLUSIVE", "RANKS_PER_NODE"} & environment.keys()
     is_whole = submission.name not in ON_PARTS and gpus is None
@@ -143,9 +144,9 @@ def book_part_of_node(submission: Submission, *, gpus: int | None = None) -> Sub
 
 
 def part_of_node(nodes: Iterable[Mapping[str, str]], *, gpus: int) -> tuple[int, int, int]:
-    """Return GPUs, CPUs and megabytes of one run. It gets `gpus` GPUs and their fraction of the
-    smallest node, or NUM_CPUS CPUs and their fraction of the memory. `nodes`: output of `scontrol
-    show node`."""
+    """Return GPUs, CPUs and megabytes of a run on the smallest node. The run gets `gpus` GPUs and
+    their fraction of CPUs and memory. Without GPUs, it gets NUM_CPUS CPUs and their fraction of the
+    memory. `nodes`: output of `scontrol show node`."""
     known = [node for node in nodes if {"CPUTot", "RealMemory"} <= node.keys()]
     gpus = min(gpus, max((count_gpus(node.get("Gres", "")) for node in known), default=0))
     parts = []

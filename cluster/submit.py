@@ -1,8 +1,8 @@
 """Check a submission, keep code and configs, and call sbatch.
 
 A run's inputs must exist, unless the job waits (--dependency, --begin, --hold). If another job in
-the queue writes the same place, this one must wait for it (--dependency). Members of a grid that
-are in the queue are skipped.
+the queue writes the same output path, this job must wait for it (--dependency). Members of a grid
+that are in the queue are skipped.
 """
 
 import os
@@ -36,19 +36,19 @@ SPEEDS = {"GPU_TFLOPS": "teraflops", "NODE_GBIT": "gbit_per_s", "GPU_GBIT": "gbi
 
 
 class NothingLeft(Exception):  # noqa: N818
-    """Everything in the submission is finished or in the queue."""
+    """Raised if everything in the submission is finished or in the queue."""
 
 
 class RefusedError(Exception):
-    """Rejection by sbatch or cluster/snapshot, which have printed the reason on stderr."""
+    """Raised if sbatch or cluster/snapshot has failed and printed the reason."""
 
 
 class QueueFullError(RefusedError):
-    """The user, or all of SLURM, has the maximum number of jobs."""
+    """Raised if the user or the cluster has the maximum number of jobs."""
 
 
 FULL = re.compile("Submit\\w*Limit|temporarily unable to accept job")
-"""Messages of sbatch about MaxSubmitJobs (of an association or a QOS) and MaxJobCount."""
+"""Messages of sbatch at the limits MaxSubmitJobs (association or QOS) and MaxJobCount."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ class Order:
 
     submission: Submission
     writes: Mapping[str, str]
-    """Place -> array task that writes it, or "-"."""
+    """Output path -> array task that writes the path, or "-" (all tasks)."""
     reads: Sequence[str] = ()
     """Files that jobs read, except the config."""
     grid: Stage | None = None
-    """Grid to submit, if it is one; `writes` then has the numbers of its members."""
+    """Grid to submit. The tasks in `writes` are then member numbers."""
 
 
 def submit(submission: Submission, jobs: list[str]) -> None:
-    """Submit a job, and append the numbers of its SLURM jobs. A dataset has two jobs: its parts,
-    and their merge, for which later jobs wait. A grid has several arrays if one is too large."""
+    """Submit a job, and append its SLURM jobs to `jobs`. A dataset has two jobs: parts and merge.
+    Later jobs wait for the merge. A grid has several arrays if one array is too large."""
     order = examine(submission)
     submission = book_part_of_node(
         order.submission, gpus=order.grid.num_gpus if order.grid else None
@@ -97,15 +97,17 @@ def submit(submission: Submission, jobs: list[str]) -> None:
             slurm("scancel", jobs[-1])
             parts = jobs.pop()
             Path("jobs", parts, "writes").unlink(missing_ok=True)  # a later wave submits both
-            print(f"cluster/submit: no merge, so {parts} is canceled", file=sys.stderr)
+            print(
+                f"cluster/submit: the merge was rejected, so job {parts} is canceled",
+                file=sys.stderr,
+            )
             raise
 
 
 def submit_grid(
     stage: Stage, submission: Submission, members: Mapping[str, str], script: str, jobs: list[str]
 ) -> None:
-    """Submit members in as few arrays as possible. An array that is too large for the queue is
-    halved, down to one member."""
+    """Submit members in as few arrays as possible. Halve arrays too large for the queue."""
     places = {int(index): place for place, index in members.items()}
     todo, length, before = [*places], len(places), len(jobs)
     limit = f"%{stage.entry.max_concurrent}" if stage.entry.max_concurrent else ""
@@ -113,7 +115,7 @@ def submit_grid(
     while todo:
         chosen = todo[:length]
         words = [*options, f"--array={compressed(chosen)}{limit}"]
-        if limit and len(jobs) > before:  # at most as many at a time as in one array
+        if limit and len(jobs) > before:  # the limit holds for all arrays together
             waits = [submission.option("dependency"), f"afterany:{jobs[-1]}"]
             words.append(f"--dependency={','.join(filter(None, waits))}")
         words += [script, *submission.arguments]
@@ -130,7 +132,7 @@ def submit_grid(
 def _sbatch(
     submission: Submission, words: Sequence[str], jobs: list[str], writes: Mapping[str, str]
 ) -> None:
-    """Call sbatch, append the job number to `jobs`, and record the places that the job writes."""
+    """Call sbatch, append the job number to `jobs`, and record the output paths."""
     done = subprocess.run(
         ["sbatch", "--parsable", *words],
         env=new_job(os.environ),
@@ -148,14 +150,14 @@ def _sbatch(
         jobs.append(lines[-1].partition(";")[0] if lines else "")
         directory = Path("jobs", jobs[-1])
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "writes").write_text(lines_of(writes))  # so that nobody submits it again
+        (directory / "writes").write_text(lines_of(writes))  # prevents a second submission
 
 
 # ---- checks
 
 
 def examine(submission: Submission) -> Order:
-    """Check a submission. Raise `UserError` if it cannot run, `NothingLeft` if nothing is left to
+    """Check a submission. Raise SettingsError if it cannot run, NothingLeft if it has nothing to
     run."""
     if submission.script is None or not submission.arguments:
         raise SettingsError(
@@ -170,12 +172,12 @@ def examine(submission: Submission) -> Order:
         raise SettingsError(str(script), "no such file", fix, code="missing-path")
     kept = Path("cluster", script.name)
     if not kept.is_file() or not kept.samefile(script):
-        problem = "the job's snapshot would not contain it"
+        problem = "a job's snapshot has only scripts of cluster/"
         raise SettingsError(str(script), problem, "move it to cluster/", code="missing-path")
     first = submission.arguments[0]
     if first.startswith("-") and script.name != "data_prep.slurm":
         fix = "put options of sbatch before the script"
-        raise SettingsError(first, "it is after the script", fix, code="bad-syntax")
+        raise SettingsError(first, "this option is after the script", fix, code="bad-syntax")
     if script.name == "grid.slurm":
         return examine_grid(submission)
     if script.name == "queue.slurm":
@@ -197,7 +199,7 @@ def examine_work(submission: Submission, kind: Kind) -> Order:
     work = Work(kind, kept(config, submission.kept), tuple(words))
     array = submission.option("array")
     if array is not None and kind != "build":
-        fix = "write a plan for several runs"
+        fix = "for several runs, write a plan"
         raise SettingsError("--array", f"{submission.name} is one run", fix, code="conflict")
     work.check()
     if work.is_finished():
@@ -215,7 +217,7 @@ def examine_work(submission: Submission, kind: Kind) -> Order:
 def examine_grid(submission: Submission) -> Order:
     if len(submission.arguments) != 2:
         fix = "write overrides into the plan; cluster/submit PLAN submits all stages"
-        problem = "its words are PLAN STAGE"
+        problem = "the arguments must be PLAN STAGE"
         raise SettingsError("cluster/grid.slurm", problem, fix, code="bad-syntax")
     path, name = submission.arguments
     plan = load_checked(path, submission.kept)
@@ -245,7 +247,7 @@ def examine_grid(submission: Submission) -> Order:
 
 
 def indices(array: str) -> list[int]:
-    """Return the task numbers of sbatch's --array, for example of 0-3,7,8-12:2%4."""
+    """Return the task numbers in a value of sbatch's --array, such as 0-3,7,8-12:2%4."""
     found: set[int] = set()
     for span in array.partition("%")[0].split(","):
         parts = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?(?::([0-9]*[1-9][0-9]*))?", span)
@@ -258,14 +260,14 @@ def indices(array: str) -> list[int]:
 
 
 def _writers(submission: Submission, places: list[str]) -> dict[str, list[Writer]]:
-    if not submission.has("dependency"):  # which knows others' jobs
+    if not submission.has("dependency"):  # it may already name the other job
         with suppress(SlurmError):  # SLURM does not respond: sbatch will report it
             return writers_of(places)
     return {}
 
 
 def warn_of_nodes(submission: Submission, works: Sequence[Work]) -> None:
-    """Print a warning for the first pretraining that would be faster on fewer nodes."""
+    """Print a warning for the first pretraining that fewer nodes would make faster."""
     nodes, of_node = submission.ranks(os.environ)
     if nodes is None or nodes == 1 or not of_node or not submission.gpus_per_node(os.environ):
         return
@@ -287,5 +289,5 @@ def refuse_missing(submission: Submission, missing: Sequence[UserError]) -> None
     is_late = submission.kept or submission.has("dependency", "begin", "hold", "test-only")
     if missing and not is_late:
         first, *others = missing
-        fix = f"{first.fix}, or wait for its job: --dependency=afterok:JOB"
+        fix = f"{first.fix}, or wait for another job: --dependency=afterok:JOB"
         raise SettingsError(first.field, first.problem, fix, code=first.code, others=others)

@@ -1,8 +1,8 @@
 """One command as a value: its inputs, its output and its progress. Imports no torch.
 
-A `Work` is resolved by the settings class of its own command, so mistakes are reported before the
-start. It is finished if its last file exists (the manifest of a dataset, the result of a run) and
-was made with its present settings. Other settings for the same directory are a mistake.
+The settings class of the command checks a `Work`, so mistakes are reported before the start. A
+`Work` is finished if its last file (a manifest or a result) exists and has the present settings.
+Other settings for the same directory are a mistake.
 """
 
 import copy
@@ -50,17 +50,17 @@ Kind = Literal["build", "pretrain", "probe", "tune", "knn", "evaluate", "export"
 @dataclass(frozen=True)
 class Command:
     section: str
-    """Its section in a plan file."""
+    """Section for this command in a plan file."""
     words: tuple[str, str]
     schema: type[Settings]
     script: str
-    """Job script that runs it on SLURM."""
+    """Job script on SLURM."""
     seed: str = ""
     """Setting that `seeds` of a plan file sets."""
     place: str = "run_dir"
-    """Setting of the directory that the command writes."""
+    """Setting with the output directory."""
     result: str = RESULT
-    """Name of the last file that it writes in this directory."""
+    """Name of the last file that the command writes into the output directory."""
 
     @property
     def reads_checkpoint(self) -> bool:
@@ -108,7 +108,7 @@ class Work:
     def settings(self) -> Settings:
         schema = COMMANDS[self.kind].schema
         try:
-            if self.kind == "build":  # its words may be options, too
+            if self.kind == "build":  # arguments may also be options
                 parser = program("data_prep", description="", add_verbs=building.add_verbs)
                 words = ["build", self.config, *self.overrides]
                 return building.settings_to_build(parser.parse_args(words))
@@ -141,13 +141,13 @@ class Work:
 
     @property
     def writes(self) -> str:
-        """Path of the dataset, run directory or export that it writes."""
+        """Path of the dataset, run directory or export that the command writes."""
         return str(getattr(self.settings, COMMANDS[self.kind].place))
 
     @property
     def runs(self) -> list[str]:
-        """Return the runs with checkpoints that it writes: one for each seed of a fine-tuning. None
-        if the number of folds is only known from the dataset."""
+        """Runs with checkpoints that the command writes: one for each seed of a fine-tuning. Empty
+        for folds, because only the dataset knows their number."""
         if not isinstance(self.settings, TuneSettings):
             return [self.writes]
         return [] if self.settings.folds else [each.run_dir for each in repeats_of(self.settings)]
@@ -161,14 +161,14 @@ class Work:
 
     @property
     def pretrained(self) -> str | None:
-        """Run (or checkpoint of a run) from which it starts."""
+        """Run (or checkpoint of a run) that provides the initial weights."""
         settings = self.settings
         if isinstance(settings, PretrainSettings):
             return None if list_checkpoints(Path(settings.run_dir)) else settings.start_from
         return getattr(settings, "pretrained", None)
 
     def is_finished(self) -> bool:
-        """Return True if its result exists; raise `UserError` if its directory has results of other
+        """Return True if the result exists. Raise `UserError` if the directory has results of other
         settings."""
         settings = self.settings
         match settings:
@@ -192,13 +192,13 @@ class Work:
         return is_done
 
     def check(self) -> None:
-        """Raise `UserError` for mistakes that are visible before the start. Missing data are not
-        checked."""
+        """Raise `UserError` for mistakes that are visible before the start. Missing data is no
+        mistake."""
         settings, source = self.settings, self.pretrained or ""
         if self.is_finished():
             return
         if source and finished_result(Path(run_and_length(source)[0])) is not None:
-            checkpoint_at(source)  # fails if that run has not kept it
+            checkpoint_at(source)  # raises if the run has not kept it
         if not self._has_data:
             return
         if isinstance(settings, KnnSettings):
@@ -217,12 +217,12 @@ class Work:
 
     @property
     def _has_data(self) -> bool:
-        """Return True if its datasets are reachable on this file system."""
+        """True if all datasets exist on this file system."""
         return all((Path(dataset) / MANIFEST_NAME).exists() for dataset in self.datasets)
 
     def slower_nodes(self, nodes: int, cluster: Cluster) -> str | None:
-        """Return a warning if pretraining on fewer nodes would take less time; None if not, or if
-        the data are missing."""
+        """Return a warning if pretraining on fewer nodes would take less time. Return None
+        otherwise, or if the data is missing."""
         settings = self.settings
         if not isinstance(settings, PretrainSettings) or not self._has_data:
             return None
@@ -233,7 +233,7 @@ class Work:
 
     @property
     def reads(self) -> list[str]:
-        """Paths that must exist before the start; the manifest for a dataset."""
+        """Local paths that must exist before the start. The path of a dataset is its manifest."""
         paths = [f"{dataset}/{MANIFEST_NAME}" for dataset in self.datasets]
         paths.append(run_and_length(self.pretrained or "")[0])
         return [path for path in paths if path and "://" not in path and not is_on_hub(path)]
@@ -244,32 +244,33 @@ class Work:
         return (*self.datasets, *([self.pretrained] if self.pretrained else []))
 
     def missing(self, written: Sequence[Path] = ()) -> list[UserError]:
-        """Return an error for each input that neither exists nor is in one of the `written` places.
-        An input on a remote machine counts as existing."""
+        """Return an error for each input that neither exists nor is in a path of `written`. Remote
+        inputs count as existing."""
         settings = self.settings
         if isinstance(settings, BuildSettings):
             source = getattr(settings.source, "path", None)
             if source is None or "://" in str(source) or Path(source).exists():
                 return []
-            problem, fix = f"{source}: no such file", "download it, or set its path"
+            problem, fix = f"{source}: no such file", "download the file, or set source.path"
             return [UserError("source.path", problem, fix, code="missing-path")]
         found = []
         for path in self.reads:
             if Path(path).exists() or any(place_of(path).is_relative_to(each) for each in written):
                 continue
             if path.endswith(f"/{MANIFEST_NAME}"):
-                problem = f"it is not a complete dataset (no {MANIFEST_NAME})"
+                problem = f"this is not a complete dataset (no {MANIFEST_NAME})"
                 fix = "build it: cluster/submit cluster/data_prep.slurm CONFIG"
                 dataset = path.removesuffix(f"/{MANIFEST_NAME}")
                 found.append(UserError(dataset, problem, fix, code="unfinished"))
             else:
                 field = "start_from" if isinstance(settings, PretrainSettings) else "pretrained"
                 problem = f"{self.pretrained}: no such run or checkpoint"
-                found.append(UserError(field, problem, "pretrain it first", code="missing-path"))
+                found.append(
+                    UserError(field, problem, "finish this run first", code="missing-path")
+                )
         return found
 
     def state(self) -> str:
-        """Return its state as a word for a table."""
         try:
             if self.is_finished():
                 return "finished"
@@ -286,8 +287,8 @@ class Work:
 
 
 def kept(file: str, snapshot: Path | None) -> str:
-    """Return the copy of a file that cluster/snapshot made at the submission, or the file itself if
-    there is no snapshot."""
+    """Return the copy of a file in the snapshot of the submission, or the file itself without a
+    snapshot. Raise SettingsError if the snapshot lacks the file."""
     if snapshot is None:
         return file
     path, here = place_of(file), Path.cwd()
@@ -296,7 +297,7 @@ def kept(file: str, snapshot: Path | None) -> str:
         if copied.is_file():
             return str(copied)
     if path.is_file():
-        problem, fix = "the job's snapshot does not have it", "put it into configs/"
+        problem, fix = "the job's snapshot lacks this file", "put the file into configs/"
         raise SettingsError(file, problem, fix, code="missing-path")
     return file
 
@@ -306,7 +307,7 @@ def place_of(path: str) -> Path:
 
 
 def in_file(path: str, *errors: UserError) -> SettingsError:
-    """Return one error for all, with the file (or stage) in front of each field."""
+    """Return one error that contains all errors. The file (or stage) is in front of each field."""
     found = []
     for error in (each for given in errors for each in (given, *given.others)):
         is_located = error.field == path or error.field.startswith(f"{path}:")
@@ -318,14 +319,14 @@ def in_file(path: str, *errors: UserError) -> SettingsError:
 
 @lru_cache
 def _read(path: Path, _mtime_ns: int) -> dict[str, Any]:
-    """Return the parsed file from a cache, because members of a grid share files and parsing is
+    """Return the parsed file. It is cached, because members of a grid share files and parsing is
     slow."""
     return read_yaml(path)
 
 
 @lru_cache(maxsize=16)
 def _data_of(data: str, dataset: str) -> TrainingData:
-    """Return the data section's dataset from a cache, because members of a grid usually share
+    """Return the dataset of a data section. It is cached, because members of a grid usually share
     it."""
     tree = json.loads(data) | {"dataset": dataset}
     return load_training_data(DataSettings.model_validate_json(json.dumps(tree)))

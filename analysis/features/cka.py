@@ -1,11 +1,10 @@
 """`analysis cka`: similarity of the features of two trained networks, mixing by mixing.
 
-Each pair of runs has a matrix and the mean of its diagonal. If the depths differ, the diagonal has
-the entries at the same fraction of both depths. The ceiling of the mean is the CKA between seeds of
-one architecture. For the floor, the second network gets the images in another order.
-Pairs of the same two architectures are averaged, with their standard deviation and an interval from
-resampled batches. F features of all runs together, T batches, W weightings of these, L and M
-layers of a pair.
+Each pair of runs has a CKA matrix and the mean of its diagonal. If the depths differ, the diagonal
+has the entries at the same fraction of both depths. The ceiling is the mean between seeds of one
+architecture. The floor is the mean if the second network gets the images in another order. Pairs of
+the same two architectures are averaged, with a standard deviation, or an interval from resampled
+batches. F features of all runs together, T batches, W weightings of batches, L and M layers.
 """
 
 import itertools
@@ -28,7 +27,7 @@ from pretrain.models.spec import SparseMlpSpec
 
 RESAMPLES, INTERVAL = 1000, (2.5, 97.5)
 FEWEST_BATCHES = 4
-"""Fewer batches give no interval, because their resamples are too similar."""
+"""Smallest number of batches for an interval. Resamples of fewer batches are too similar."""
 Pair = tuple[str, str]
 
 
@@ -39,11 +38,12 @@ class Comparison:
     subjects: dict[str, Subject]
     hsic_TFF: Tensor
     floor_TFF: Tensor
-    """The same values if the second layer gets the images in another order."""
+    """HSIC1 if the second layer gets the images in another order."""
     num_images: int
 
     def cka(self, pair: Pair, weights_WT: Tensor | None = None, *, floor: bool = False) -> Tensor:
-        """Return CKA (W, L, M) from HSIC1 averaged over batches, once for each row of weights."""
+        """Return CKA (W, L, M) for each row of weights, from the weighted mean of HSIC1 over
+        batches."""
         if weights_WT is None:
             num_batches = len(self.hsic_TFF)
             weights_WT = torch.full((1, num_batches), 1 / num_batches, dtype=torch.float64)
@@ -59,19 +59,18 @@ class Comparison:
 
 
 def diagonal(rows: int, columns: int) -> list[tuple[int, int]]:
-    """Return the entries of layers at the same fraction of both depths."""
+    """Return the entries (row, column) of layers at the same fraction of both depths."""
     longest = max(rows, columns)
     return [(place * rows // longest, place * columns // longest) for place in range(longest)]
 
 
 def diagonal_of(matrices: Tensor) -> Tensor:
-    """Return the mean of the diagonal of each (L, M)."""
+    """Return the mean of the diagonal of each matrix (L, M)."""
     rows, columns = zip(*diagonal(*matrices.shape[-2:]), strict=True)
     return matrices[..., list(rows), list(columns)].mean(-1)
 
 
 def compare(images: Images, pairs: Sequence[Pair], *, device: torch.device) -> Comparison:
-    """Compare all runs in one pass over the images."""
     subjects = open_subjects(itertools.chain(*pairs), images.manifest, device=device)
     sums, floors, num_images = list[Tensor](), list[Tensor](), 0
     size = max(each.card.image_size for each in subjects.values())
@@ -92,8 +91,8 @@ def compare(images: Images, pairs: Sequence[Pair], *, device: torch.device) -> C
 
 
 def whole_diagonal(images: Images, pair: Sequence[Subject], *, device: torch.device) -> list[float]:
-    """Return the diagonal over the complete sample. Each entry takes one pass, so memory holds the
-    products of only one pair of layers."""
+    """Return the CKA of each diagonal entry over all images at once. Each entry takes one pass over
+    the images, so memory holds the products of only one pair of layers."""
     found, size = list[float](), max(each.card.image_size for each in pair)
     for entry in diagonal(*(len(each.mixings) for each in pair)):
         whole, title = WholeCka(), f"full sample, mixings {entry[0] + 1} and {entry[1] + 1}"
@@ -131,8 +130,8 @@ def _models(found: Comparison, pair: Pair) -> list[str]:
 
 
 def groups_of(found: Comparison, pairs: Sequence[Pair]) -> pd.DataFrame:
-    """Return a row for each pair of architectures, sorted by the density of the second one (if it
-    is a SW-MLP). An architecture with several seeds has a ceiling."""
+    """Return a row for each pair of architectures, sorted by the density of the second architecture
+    if it is a SW-MLP. Architectures with several seeds have a ceiling."""
     seeds_of: dict[Any, list[Pair]] = {}
     for pair in pairs:
         specs = tuple(found.subjects[run].card.model for run in pair)

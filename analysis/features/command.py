@@ -26,13 +26,13 @@ def add_commands(verbs: Verbs) -> None:
         help="similarity of the features of two networks, mixing by mixing (Mixer paper, Fig. 2)",
         description=(
             "Unbiased minibatch CKA. Memory: 1 GB, the weights, and mixings of all runs x BATCH^2 x"
-            " 16 bytes. Features of d and e entries add (d^2 + e^2 + d e) x 8 bytes with"
-            " --full-sample."
+            " 16 bytes. --full-sample adds (d^2 + e^2 + d e) x 8 bytes for layers with d and e"
+            " features."
         ),
         epilog="analysis cka runs/mixer runs/sw-mlp data/cifar10 --split test",
     )
-    cka.add_argument("run_a", help="rows: run, checkpoint, or weights folder")
-    cka.add_argument("run_b", help="columns: run, checkpoint, or weights folder")
+    cka.add_argument("run_a", help="run, checkpoint or folder of weights (rows)")
+    cka.add_argument("run_b", help="run, checkpoint or folder of weights (columns)")
     cka.add_argument(
         "--pair",
         nargs=2,

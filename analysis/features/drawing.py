@@ -27,8 +27,8 @@ def draw_cka(entries: pd.DataFrame, groups: pd.DataFrame) -> dict[str, Figure]:
 
 
 def _draw_heat(entries: pd.DataFrame, groups: pd.DataFrame) -> Figure:
-    """Draw heat maps of the mean over pairs, for at most six groups, including the sparsest and the
-    densest."""
+    """Draw a heat map of the mean CKA for each pair of architectures: at most six, including the
+    sparsest and the densest."""
     places = np.unique(np.linspace(0, len(groups) - 1, MOST_PANELS).round().astype(int))
     figure, axes_of = panels(len(places), height=2.4)
     for axes, group in zip(axes_of, groups.iloc[places].itertuples(), strict=True):
@@ -57,15 +57,14 @@ def _draw_matrix(axes: Axes, values: np.ndarray) -> Any:
 
 
 def _set_ticks(axis: Any, names: Sequence[str]) -> None:
-    """Label at most eight of the ticks 0, 1, ..."""
     step = -(-len(names) // 8)
     axis.set_ticks(range(0, len(names), step), names[::step])
     axis.set_tick_params(length=0)
 
 
 def _draw_density(groups: pd.DataFrame) -> Figure:
-    """Draw the mean of the diagonal, with the deviation over pairs or the interval over batches as
-    error bars."""
+    """Draw the mean CKA of the diagonal against density. Error bars: SD over pairs, otherwise the
+    interval over batches."""
     figure, (axes,) = panels(1, height=2.5)
     axes.set(xlabel="density p of the SW-MLP", ylabel="CKA, mean of the diagonal")
     axes.set_ylim(-0.04, 1.02)
@@ -94,13 +93,12 @@ def _draw_density(groups: pd.DataFrame) -> Figure:
 
 
 def means_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the mean of each change over directions and seeds, for the console."""
+    """Return the means over directions and seeds for each run and change."""
     means = rows.assign(cka=rows.cka.map(np.mean)).groupby(["run", "change"], sort=False)
     return means[list(MEASURED)].mean().reset_index()
 
 
 def _names(rows: pd.DataFrame) -> dict[str, str]:
-    """Return the last parts of the runs' paths if they differ, otherwise the complete paths."""
     runs = rows.run.unique().tolist()
     ends = [Path(run).name for run in runs]
     return dict(zip(runs, ends if len({*ends}) == len(ends) else runs, strict=True))
@@ -139,13 +137,11 @@ def draw_changes(rows: pd.DataFrame) -> Figure:
 
 
 def _draw_range(axes: Axes, rows: pd.DataFrame, key: str, **style: Any) -> None:
-    """Draw the mean and the range over directions or seeds."""
     values = rows[key].map(np.mean).groupby(rows.amount).agg(["min", "mean", "max"])
     draw_band(axes, values.index, values["min"], values["mean"], values["max"], **style)
 
 
 def draw_mixings(rows: pd.DataFrame) -> Figure:
-    """Draw CKA between shifted and unshifted images for each mixing."""
     names = list(_names(rows).items())[:MOST_PANELS]
     figure, axes_of = panels(len(names), height=2.4)
     for axes, (run, name) in zip(axes_of, names, strict=True):

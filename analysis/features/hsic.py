@@ -1,14 +1,14 @@
 """Similarity of two sets of features: the unbiased HSIC1 with linear kernels, and CKA, in float64.
-Two forms that agree:
+Two algorithms give the same HSIC1:
 
-minibatch       HSIC1 of the Gram matrices K = XX', L = YY' of n images, averaged over batches
-                before the ratio of CKA is taken. A mean of ratios would be biased.
+minibatch       From the Gram matrices K = XX', L = YY' of n images. HSIC1 is averaged over batches
+                before CKA is computed, because a mean of CKA would be biased.
                 Memory: the Gram matrices, layers x n^2 x 8 bytes.
-full sample     HSIC1 of all N images in one pass, from X'X, X'Y, Y'Y and row sums: d^2 numbers for
-                any N.
+full sample     From X'X, X'Y, Y'Y and row sums of all N images, in one pass.
+                Memory: d^2 numbers for d features and any N.
 
-HSIC1 does not change if a constant is added to all rows of X. Rows are roughly centered to keep
-digits. L, M layers, N images, D entries.
+HSIC1 does not change if a constant is added to all rows of X. Rows are roughly centered, so fewer
+digits cancel. L, M layers, N images, D features.
 """
 
 import torch
@@ -26,7 +26,7 @@ def gram(x_ND: Tensor) -> Tensor:
 
 
 def hsic(k_LNN: Tensor, l_MNN: Tensor) -> Tensor:
-    """Return HSIC1 (L, M) of each Gram matrix in `k_LNN` with each one in `l_MNN`."""
+    """Return HSIC1 (L, M) of each Gram matrix in `k_LNN` with each Gram matrix in `l_MNN`."""
     traces = k_LNN.flatten(1) @ l_MNN.flatten(1).T
     rows_LN, rows_MN = k_LNN.sum(2), l_MNN.sum(2)
     sums = rows_LN.sum(1)[:, None] * rows_MN.sum(1)
@@ -41,13 +41,14 @@ def _hsic(size: int, traces: Tensor, crossed: Tensor, sums: Tensor) -> Tensor:
 
 def cka(cross: Tensor, one: Tensor, other: Tensor) -> Tensor:
     """Return CKA from HSIC1 (..., L, M) and the HSIC1 of each layer with itself, (..., L) and (...,
-    M). Constant features and noise give nan, because their HSIC1 with itself is not positive."""
+    M). CKA is nan for constant features and noise, because HSIC1 of such a layer with itself is not
+    positive."""
     both = one.clamp_min(0).unsqueeze(-1) * other.clamp_min(0).unsqueeze(-2)
     return torch.where(both > 0, cross / both.sqrt(), torch.nan)
 
 
 class WholeSample:
-    """HSIC1 of two layers over all added images. No image stays in memory."""
+    """HSIC1 of two layers over all added images. Memory does not depend on the number of images."""
 
     def __init__(self) -> None:
         self._size, self._sums = 0, [torch.zeros(())] * 7
@@ -74,8 +75,8 @@ class WholeSample:
 
 
 class WholeCka:
-    """CKA of two layers over all added images. Three products take (d^2 + e^2 + d e) x 8 bytes for
-    d and e entries."""
+    """CKA of two layers over all added images. For layers with d and e features, memory is (d^2 +
+    e^2 + d e) x 8 bytes."""
 
     def __init__(self) -> None:
         self._samples = WholeSample(), WholeSample(), WholeSample()

@@ -1,9 +1,9 @@
 """`analysis invariance`: predictions and features of a network for shifted, flipped, cropped and
 permuted images, and the accuracy of the mean prediction over augmented views.
 
-Images change before the model's own pixel order is applied. A shift fills with the mean color. CKA
-compares the features of the mixings for an image and the changed image. B batch, K changes, L
-mixings, M numbers of views.
+Images are changed before the model's own pixel order is applied. A shift fills the border with the
+mean color. CKA compares the mixings' features of original and changed images. B images, K changes,
+L mixings, M numbers of views.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,13 +40,12 @@ class Change:
     change: str = "unchanged"
     """Name of the change in tables and figures."""
     amount: float = 0.0
-    """Pixels of a shift, or remaining fraction of the side for a crop."""
+    """Shift in pixels, or remaining fraction of the side for a crop."""
     direction: str = ""
 
 
 def changes(size: int, *, quick: bool = False) -> Iterator[Change]:
-    """Yield the changes for images of this size. The first one changes nothing. `quick` has fewer
-    shifts."""
+    """Yield the changes for images of this size, first the identity. `quick`: fewer shifts."""
     yield Change("none", Tensor.contiguous)
     for pixels in (each for each in (QUICK_SHIFTS if quick else SHIFTS) if each < size):
         for name, (y, x) in DIRECTIONS.items():
@@ -62,7 +61,6 @@ def changes(size: int, *, quick: bool = False) -> Iterator[Change]:
 
 
 def _crop(x_BCHW: Tensor, *, side: int) -> Tensor:
-    """Crop the middle and resize it to the original size."""
     size = x_BCHW.shape[2]
     middle = slice((size - side) // 2, (size - side) // 2 + side)
     cropped = x_BCHW[:, :, middle, middle]
@@ -109,7 +107,7 @@ def _classes(subject: Subject, images: Images, *, device: torch.device) -> Tenso
 
 
 def measure(subject: Subject, images: Images, *, quick: bool, device: torch.device) -> pd.DataFrame:
-    """Return a row for each change. All counts stay on the device until the end."""
+    """Return a row for each change: top-1, agreement and CKA over all images."""
     card, classes = subject.card, _classes(subject, images, device=device)
     size = card.image_size
     tried = [*changes(size, quick=quick)]
@@ -147,8 +145,8 @@ def measure(subject: Subject, images: Images, *, quick: bool, device: torch.devi
 def _measure_views(
     subject: Subject, images: Images, views: int, *, seed: int, device: torch.device
 ) -> pd.DataFrame:
-    """Return the accuracy of the mean softmax over the first 1, 2, 5, ... views. `finetune evaluate
-    num_views=... seed=...` uses the same views."""
+    """Return a row for each number of views (1, 2, 5, ...): the accuracy of the mean softmax over
+    the first views. `finetune evaluate num_views=... seed=...` uses the same views."""
     checkpoint, model = subject.backbone.checkpoint, subject.backbone.model
     assert checkpoint is not None and model is not None
     moments, classes = moments_up_to(views), _classes(subject, images, device=device)

@@ -35,10 +35,8 @@ from pretrain.ranks.world import read_alone
 
 
 def mixings_of(model: ImageModel) -> dict[str, nn.Module]:
-    """Return the modules whose last output in a forward pass is the output of a mixing, by name.
-
-    The permutation after an RP mixing changes no product of two rows.
-    """
+    """Return {name: module}. The last output of a module in a forward pass is the output of its
+    mixing. The permutation of an RP mixing is omitted: it does not change Gram matrices."""
     found: dict[str, nn.Module] = {}
     for block in model.modules():
         if isinstance(block, MixerBlock):
@@ -48,7 +46,7 @@ def mixings_of(model: ImageModel) -> dict[str, nn.Module]:
                 f"{number} channels": block.channel_mixing,
             }
         elif isinstance(block, Block):
-            # each branch ends in it; an inverted block also uses it in its middle
+            # each branch ends in its dropout; an inverted block also has dropout in the middle
             found[f"{len(found) + 1}"] = block.dropout
     return found
 
@@ -73,13 +71,12 @@ class Subject:
         return cls(place, backbone, card, mixings, backbone.augmentation(device=device))
 
     def only(self, number: int) -> "Subject":
-        """Return the subject with only one of its mixings."""
         name = list(self.mixings)[number]
         return replace(self, mixings={name: self.mixings[name]})
 
     @torch.no_grad()
     def run(self, images_BCHW: Tensor, take: Callable[[Tensor], Any]) -> tuple[Tensor, list[Any]]:
-        """Return the logits, and the result of `take` for each mixing's output. Memory holds one
+        """Return the logits, and `take(output)` for the output of each mixing. Memory holds one
         output at a time."""
         assert self.backbone.model is not None
         taken, last = dict[str, Any](), dict[str, Tensor]()
@@ -117,8 +114,6 @@ def open_subjects(
 
 @dataclass(frozen=True)
 class Images:
-    """The images that all models get."""
-
     dataset: str
     manifest: Manifest
     split: str
@@ -130,9 +125,9 @@ class Images:
         self, title: str, *, size: int, device: torch.device, times: int = 1
     ) -> Iterator[Batch]:
         """Yield batches of this image size on the device in a fixed random order, because splits
-        may be stored class by class. Images that do not decode are skipped. A batch is skipped if
-        less than half of its images remain, or too few for HSIC1.
-        `times`: how often each image is used, for the progress line."""
+        may be stored class by class. A batch is skipped if less than half of its images, or fewer
+        than FEWEST, decode. Raise UserError if all batches are skipped. `times`: how often each
+        image is used, for the progress line."""
         part, found = Part(local_copy(self.dataset, storage=None), self.manifest, self.split), False
         with ExitStack() as opened:
             settings = ReadingSettings(dataset=self.dataset)
@@ -163,7 +158,6 @@ class Images:
 
 
 def readable(batch: Batch) -> Batch:
-    """Return the batch without the images that do not decode."""
     assert batch.mask_B is not None
     good = batch.mask_B.numpy()
     if good.all():

@@ -35,13 +35,13 @@ def add_commands(verbs: Verbs) -> None:
         "structure",
         _structure,
         help=(
-            "Mixer paper, Propositions 3.2 and 3.3 and Corollary 3.4 on random matrices; with runs,"
-            " also the distance of their matrices to Monarch and Kronecker matrices"
+            "check propositions of the Mixer paper on random matrices; with runs, also measure the"
+            " distance of their matrices to Monarch and Kronecker matrices"
         ),
         description=(
             "Prints the largest difference of both sides of Proposition 3.2 and Corollary 3.4, and"
-            " the largest ratio of both sides of Proposition 3.3. The distances of a run are"
-            " compared with those of random matrices of equal spectrum."
+            " the largest ratio of both sides of Proposition 3.3. Distances of a run are compared"
+            " with distances of random matrices of equal spectrum."
         ),
         epilog="analysis structure runs/mine --out runs/mine-structure",
     )
@@ -96,8 +96,8 @@ def add_commands(verbs: Verbs) -> None:
 
 def _spectra(options: argparse.Namespace) -> Result:
     if bool(options.runs) + options.fig4 + options.figs1 != 1:
-        problem = "exactly one of runs, --fig4 and --figs1 is needed"
-        raise UserError("RUN", problem, "give runs, for example", code="conflict")
+        problem = "exactly one of RUN, --fig4 and --figs1 is needed"
+        raise UserError("RUN", problem, "give a run, for example", code="conflict")
     _check_checkpoints(options)
     with doing("loading torch"):
         from analysis.matrices import initial, spectra
@@ -130,6 +130,5 @@ def _filters(options: argparse.Namespace) -> Result:
 
 
 def _check_checkpoints(options: argparse.Namespace) -> None:
-    """Check that the checkpoints exist, before torch is imported."""
     for place in options.runs:
         Checkpoint.open(place, verify=False)

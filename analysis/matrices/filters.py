@@ -3,8 +3,8 @@
 
 Locality of a neuron, from the energy e of each pixel (squared weights summed over colors):
 
-    area         used fraction of the image, (sum e)^2 / (H W sum e^2). One pixel has 1 / (H W),
-                 equal pixels have 1, Gaussian noise 3 / 5, uniform noise 15 / 19.
+    area         used fraction of the image, (sum e)^2 / (H W sum e^2). One pixel gives 1 / (H W),
+                 equal pixels 1, Gaussian noise 3 / 5, uniform noise 15 / 19.
     radius       root mean square distance of the energy from its center, divided by the side:
                  sqrt(1/6) = 0.41 for equal pixels
     neighbors    correlation between the centered weights of adjacent pixels: 0 for noise, nearly 1
@@ -52,11 +52,11 @@ class Layer:
     name: str
     weight_NF: Tensor
     side: int
-    """Side of the square of pixels that each neuron has weights for."""
+    """Side in pixels of the square that each neuron has weights for."""
 
     @property
     def locality(self) -> pd.DataFrame:
-        """Return a row for each neuron. A neuron of zeros has area 0."""
+        """Area, radius and neighbors of each neuron. The area is 0 if all weights are 0."""
         weights = self.weight_NF.double().cpu().numpy().reshape(-1, 3, self.side, self.side)
         centered = weights - weights.mean((2, 3), keepdims=True)
         energy = (weights**2).sum(1)
@@ -81,7 +81,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class FilterImages:
-    """Settings of the images."""
+    """Options of the image sheet: which neurons, how many, and the drawn color."""
 
     which: str = "first"
     num_filters: int = 25

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
 Case = Mapping[str, Any]
-"""Width, gamma and density of a matrix, and the (C, S) or exponent that they follow from."""
+"""Width, gamma and density of a matrix, and the (C, S) or exponent a that determine the width."""
 OMEGA, GAMMA = 2**19, 2.0
 SIDES = (
     (4, 360), (8, 252), (12, 203), (16, 173), (20, 152), (24, 136), (28, 124), (32, 113),
@@ -39,12 +39,12 @@ SIDES = (
 SPARSER, SPARSER_OMEGA = 1.5, 1_000
 """Values a and Omega of Figure S.1, center: m = Omega^((1 + a) / 2), p = Omega^-a."""
 EXPONENTS = tuple(n / 4 for n in range(7))
-"""Values of a in Figure S.1, right: our choice, because the text of the paper has none."""
+"""Values of a in Figure S.1, right. They are our choice, because the paper's text has none."""
 LAWS = {"dense": "1 + √γ", "printed": "√L₊, q² = pm (printed)", "with_gamma": "√L₊, q² = pγm"}
 
 
 def sparse_matrix(case: Case) -> "csr_matrix":
-    """Return a matrix drawn from torch's generator."""
+    """Return a random matrix, drawn with torch's global generator."""
     width, gamma, density = case["width"], case["gamma"], case["density"]
     connections = draw_connections(width, num_outputs=round(gamma * width), density=density)
     weights = torch.randn(len(connections.columns), dtype=torch.float64)
@@ -52,7 +52,8 @@ def sparse_matrix(case: Case) -> "csr_matrix":
 
 
 def _repeated(cases: Sequence[Case], *, seeds: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each case and seed, with the predictions of the laws."""
+    """Seed torch for each case and seed, and yield a row with the largest singular values that the
+    laws predict."""
     title, total = "initial matrices", len(cases) * seeds
     with progress(title, total=total, unit="matrices") as line, torch.random.fork_rng(devices=[]):
         for case, seed in product(cases, range(seeds)):
@@ -73,8 +74,8 @@ def widths(
     gamma: float = GAMMA,
     seeds: int = 10,
 ) -> pd.DataFrame:
-    """Return the rows of Figure 4 right: both matrices of each Mixer of one Omega, and the SW-MLP
-    of the same width."""
+    """Return the rows of Figure 4 right. They have the largest singular values of both matrices of
+    each Mixer, and of the SW-MLP with the same width and Omega."""
     cases = [
         {"channels": channels, "tokens": tokens, "width": channels * tokens, "gamma": gamma}
         | {"density": omega / (gamma * (channels * tokens) ** 2)}
@@ -93,9 +94,9 @@ def widths(
 def sparser(
     exponents: Sequence[float], omegas: Sequence[int], *, seeds: int, with_all_values: bool
 ) -> pd.DataFrame:
-    """Return the rows of Figure S.1: singular values of m x m matrices with about Omega
-    connections, all of them or only the largest. A matrix Z is divided by the root of the mean
-    diagonal entry of Z Z^T (D.1). For a = 0 (dense), the largest value tends to 2."""
+    """Return the rows of Figure S.1: all singular values, or only the largest one, of m x m
+    matrices with about Omega connections. A matrix Z is divided by the root of the mean diagonal
+    entry of Z Z^T (D.1). For a = 0 (dense), the largest value tends to 2."""
     cases = [
         {"a": a, "omega": omega, "width": round(omega ** ((1 + a) / 2))}
         | {"density": omega**-a, "gamma": 1.0}
@@ -117,7 +118,7 @@ def sparser(
 
 
 def figure_4(*, quick: bool) -> Result:
-    """Return the rows, and the measured mean, deviation and laws at the greatest width."""
+    """Draw Figure 4 right. The facts are for the greatest width."""
     rows = widths(SIDES[::4] if quick else SIDES, seeds=2 if quick else 10)
     widest = rows[rows.width == rows.width.max()]
     measured = {"width": widest.width.iloc[0], "measured": widest.sw_mlp.mean()}
@@ -156,7 +157,6 @@ def draw_widths(rows: pd.DataFrame, *, title: str) -> Figure:
 
 
 def _draw_over_seeds(axes: Axes, seeds: Any, number: int, label: str) -> None:
-    """Draw means and deviations over seeds."""
     means, deviations = seeds.mean(), seeds.std().fillna(0)
     style: dict[str, Any] = mark(number) | {"linestyle": "", "label": label}
     axes.errorbar(means.index, means, deviations, ms=4, capsize=2, **style)

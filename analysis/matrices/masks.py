@@ -31,8 +31,8 @@ def masks(tokens: int, channels: int, *, seed: int) -> Result:
 
 
 def masks_of(tokens: int, channels: int, *, seed: int = 0) -> dict[str, Mask]:
-    """Return the masks by name. The SW-MLP has as many connections as the mean mixing,
-    (C S^2 + C^2 S) / 2."""
+    """Return {name: mask}. The SW-MLP has as many connections as the mean of both mixings, (C S^2 +
+    C^2 S) / 2."""
     generator = np.random.default_rng(seed)
     width = tokens * channels
     of_tokens = np.kron(np.ones((tokens, tokens), bool), np.eye(channels, dtype=bool))
@@ -55,5 +55,4 @@ def masks_of(tokens: int, channels: int, *, seed: int = 0) -> dict[str, Mask]:
 
 
 def _product(left: Mask, right: Mask) -> Mask:
-    """Return the entries that can be nonzero in a product of matrices with these masks."""
     return left.astype(np.float32) @ right.astype(np.float32) > 0

@@ -1,15 +1,15 @@
 """Propositions 3.2 and 3.3 and Corollary 3.4 of the Mixer paper, checked on random matrices.
 
-X is S x C, W is S x S and V is C x C. vec(X) is column after column, J vec(X) = vec(X^T).
+X is S x C, W is S x S and V is C x C. vec(X) stacks the columns of X, and J vec(X) = vec(X^T).
 
     3.2   vec(phi(phi(W X) V)) = phi(J^T L phi(J R vec(X))), L = I_S (x) V^T, R = I_C (x) W
     3.4   vec(phi(W X V)) = phi(M vec(X)), M = J^T L J R, a Monarch matrix with equal blocks
     3.3   min over V, W of L(V (x) W) + lambda / 2 (|V|_F^2 + |W|_F^2)
           >= min over B of L(B) + lambda / (C S) |B|_1
 
-For 3.3, checks compare both regularizers for each V and W, and both minima for a linear model with
-mean squared error L. The problem over B is convex; the minimum over V and W is the least of several
-starts.
+For 3.3, checks compare both regularizers for random V and W, and both minima if L is the mean
+squared error of a linear model. The problem over B is convex. The minimum over V and W is the least
+value from several starts.
 """
 
 from itertools import product
@@ -46,7 +46,7 @@ def commutation(tokens: int, channels: int) -> Array:
 
 
 def equivalences(*, draws: int = 40) -> pd.DataFrame:
-    """Return the largest error of both identities for each draw of random X, W and V."""
+    """Return a row for each random X, W and V: the largest errors of identities 3.2 and 3.4."""
     generator, rows = np.random.default_rng(0), []
     for number in range(draws):
         tokens, channels = (int(side) for side in generator.integers(1, 13, 2))
@@ -68,7 +68,8 @@ def both_sides(v: Array, w: Array) -> tuple[float, float]:
 
 
 def bounds(*, draws: int = 300) -> pd.DataFrame:
-    """Return the ratio of the right to the left regularizer for random V and W of three kinds."""
+    """Return the right side of 3.3 divided by the left side, without L, for three kinds of random V
+    and W."""
     generator, rows = np.random.default_rng(0), []
     for _ in range(draws):
         gauss = [
@@ -89,7 +90,8 @@ def mean_squares(weights: Array, inputs: Array, targets: Array) -> tuple[float, 
 
 
 def minimum_over_weights(inputs: Array, targets: Array, strength: float) -> float:
-    """Return the minimum of L(B) + strength |B|_1. B is a difference of two positive parts."""
+    """Return the minimum of L(B) + strength |B|_1. The optimizer sees B as the difference of two
+    nonnegative matrices."""
     shape = 2, len(inputs), len(inputs)
 
     def value(parts: Array) -> tuple[float, Array]:
@@ -104,7 +106,7 @@ def minimum_over_weights(inputs: Array, targets: Array, strength: float) -> floa
 def minimum_over_factors(
     inputs: Array, targets: Array, strength: float, *, sides: tuple[int, int]
 ) -> float:
-    """Return the least of L(V (x) W) + strength / 2 (|V|_F^2 + |W|_F^2) over four random starts and
+    """Return the least L(V (x) W) + strength / 2 (|V|_F^2 + |W|_F^2) from four random starts and at
     V = W = 0. `sides`: C, S."""
     squares = [side**2 for side in sides]
 
@@ -123,8 +125,9 @@ def minimum_over_factors(
 
 
 def minima(*, repeats: int) -> pd.DataFrame:
-    """Return both minima for Gaussian inputs and the noisy targets of a random V (x) W. `strength`
-    is lambda / (C S), a fraction of the least value for which B = 0 is the minimum."""
+    """Return both minima for Gaussian inputs and noisy targets of a random V (x) W. `strength` is
+    lambda / (C S). From some strength on, B = 0 is the minimum; both values are a fraction of it.
+    """
     generator, rows = np.random.default_rng(0), []
     for sides, fraction, _ in product(((2, 2), (2, 3), (3, 3)), (0.05, 0.5), range(repeats)):
         width = sides[0] * sides[1]

@@ -1,13 +1,12 @@
 """Singular values of a run's matrices, from its initial weights to its last checkpoint, compared
 with the law of random matrices.
 
-Singular values are roots of the eigenvalues of the smaller Gram matrix in float64, in a third of
-the time of a singular value decomposition. Eigenvalues have an error of about 1e-15 of the largest
-one. Hence a singular value at a thousandth of the largest has a relative error of 1e-9. Values
-below NOISE of the largest are rounding errors, and the effective rank skips them.
+Singular values are computed as roots of the eigenvalues of the smaller Gram matrix in float64. A
+singular value decomposition takes three times as long. Eigenvalues have an error of about 1e-15 of
+the largest one. A singular value at a thousandth of the largest thus has a relative error of 1e-9.
+Values below NOISE x the largest are rounding errors, and the effective rank skips them.
 
-Columns of a row, for each matrix W and step (both ranks of the effective matrix are `copies` times
-higher):
+Columns for each matrix W and step (both ranks of the effective matrix are `copies` times higher):
 
     gaussian_edge   largest singular value of a Gaussian matrix with these sides and Frobenius norm
     stable_rank     |W|_F^2 / sigma_max^2
@@ -39,10 +38,10 @@ from pretrain.models.layers.sparse import largest_singular_value
 
 NOISE = 1e-7
 LONGEST_SIDE = 4096
-"""Longest side of a Gram matrix: three of them take 134 MB of float64 each. Larger matrices get
-only their largest singular value."""
+"""Longest side of a Gram matrix (134 MB in float64; three are in memory). Larger matrices get only
+their largest singular value."""
 LARGEST_DENSE = 4096 * 4096
-"""Largest number of entries of a sparse matrix that is made dense before it is multiplied."""
+"""Largest number of entries of a sparse matrix that is multiplied as a dense matrix."""
 
 
 def spectra(places: list[Path], *, quick: bool, device: torch.device) -> Result:
@@ -99,8 +98,8 @@ def norm(weight: Array | csr_matrix) -> float:
 
 
 def singular_values(weight: Array | csr_matrix, *, device: str = "cpu") -> Array | None:
-    """Return the singular values of one or several matrices, the largest first, or None if a
-    matrix is too large."""
+    """Return the singular values of a matrix or a stack of matrices, the largest first. Return None
+    if both sides are longer than LONGEST_SIDE."""
     kept, num_values = weight, int(np.prod(weight.shape) // max(weight.shape[-2:]))
     if not isinstance(kept, np.ndarray):  # empty rows and columns add only zeros
         kept = kept[kept.getnnz(1) > 0][:, kept.getnnz(0) > 0]
@@ -126,8 +125,8 @@ def effective_rank(values: Array) -> float:
 
 
 def distance(values: Array, *, ratio: float) -> float:
-    """Return the distance to the law for entries with the mean square of W. Scaling W does not
-    change the distance."""
+    """Return the Kolmogorov distance between the squared singular values and the law with the same
+    mean. Scaling W does not change the distance."""
     squares = np.sort(values.astype(np.float64) ** 2)
     if not squares.any():
         return 1.0
@@ -142,7 +141,7 @@ def marchenko_pastur(ratio: float, num_points: int = 8192) -> tuple[Array, Array
     shorter side of the matrices divided by the longer side.
 
     The density is sqrt((b - x)(x - a)) / (2 pi ratio x) between a and b = (1 -+ sqrt(ratio))^2. At
-    ratio 1 it is infinite at 0. Therefore the sum runs over the angle t of
+    ratio 1 this is infinite at 0. Therefore the sum is over the angle t in
     x = 1 + ratio - 2 sqrt(ratio) cos t.
     """
     edges = np.linspace(0, np.pi, num_points + 1)
@@ -153,8 +152,8 @@ def marchenko_pastur(ratio: float, num_points: int = 8192) -> tuple[Array, Array
 
 
 def draw(rows: pd.DataFrame) -> dict[str, Figure]:
-    """Draw the last step of each run, block by block. Runs with three steps also get the largest
-    singular value over steps."""
+    """Draw all columns over the blocks, at the last step of each run. A second figure has the
+    largest singular value over steps, for runs with three or more steps."""
     rows = rows[rows.block.notna()]
     if rows.empty:
         fix = "give an MLP, a Mixer or a SW-MLP"
@@ -183,9 +182,9 @@ def draw(rows: pd.DataFrame) -> dict[str, Figure]:
 
 
 def draw_lines(rows: pd.DataFrame, titles: Mapping[str, str], *, x: str) -> Figure:
-    """Draw a panel for each column. A color is a run, a marker is a kind of matrix. Over blocks:
-    the run's last step, and its initial weights in a pale color. Over steps: the mean and range
-    over all blocks."""
+    """Draw a panel for each column, with a color for each run and a marker for each kind of matrix.
+    Over blocks: the last step and, pale, the initial weights. Over steps: mean and range over
+    blocks."""
     colors = dict(zip(rows.run.unique(), cycle(COLORS), strict=False))
     markers = dict(zip(rows.name.unique(), cycle(MARKERS), strict=False))
     pale: dict[str, Any] = {"ls": ":", "alpha": 0.4}

@@ -1,17 +1,17 @@
 """Distance of a matrix to the nearest Monarch and Kronecker matrix, compared with random matrices
 with the same singular values.
 
-The outputs of W[(s, c), (h, v)] form a grid S x C, the inputs a grid H x V, token by token. Both
-nearest matrices (in the Frobenius norm) consist of rank-1 approximations. Their distance needs the
-singular values of
+The outputs of W[(s, c), (h, v)] form a grid S x C, the inputs a grid H x V, token by token. The
+nearest matrix (in the Frobenius norm) consists of rank-1 approximations. Its distance follows from
+the singular values of slices of W:
 
     Monarch     L[c][s, h] R[h][c, v]   each slice over (s, v), one for every (c, h)
     Kronecker   A[s, h] B[c, v]         all entries as one matrix, (s, h) by (c, v) (Van Loan and
                                         Pitsianis)
 
 A Kronecker matrix is also a Monarch matrix. The grid of a SW-MLP is tokens by channels; other grids
-are as near to a square as the sides allow. If a side is prime, the slices are vectors and every
-matrix has the form, so nothing is compared.
+are as near to a square as the sides allow. If a side is prime, slices are vectors and every matrix
+has the form. Such matrices are skipped.
 """
 
 import math
@@ -38,7 +38,7 @@ FORMS = ("monarch", "kronecker")
 
 
 def distance(weight: Array | Tensor, form: str, *, out: Grid, into: Grid) -> float:
-    """Return |W - nearest|_F / |W|_F: 0 for a matrix of that form."""
+    """Return |W - nearest|_F / |W|_F, which is 0 for a matrix of the form."""
     slices = slices_of(weight, form, out=out, into=into)
     is_tall = slices.shape[1] >= slices.shape[2]
     squares = torch.linalg.eigvalsh(slices.mT @ slices if is_tall else slices @ slices.mT)
@@ -56,7 +56,8 @@ def slices_of(weight: Array | Tensor, form: str, *, out: Grid, into: Grid) -> Te
 def of_equal_spectrum(
     values: Array, shape: Sequence[int], generator: np.random.Generator, *, device: str = "cpu"
 ) -> Tensor:
-    """Return U diag(sigma) V', with U and V drawn uniformly from all rotations."""
+    """Return a random matrix U diag(sigma) V' with these singular values. U and V are uniform over
+    matrices with orthonormal columns."""
     turned = []
     for side in shape:
         normal = torch.from_numpy(generator.standard_normal((side, len(values)))).to(device)
@@ -90,8 +91,8 @@ def structure(places: list[Path], *, quick: bool, device: torch.device) -> Resul
 def distances(
     runs: dict[str, list[Checkpoint]], *, randoms: int, device: str = "cpu"
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each matrix of a block, step and form. Step 0 has the initial weights. Large
-    matrices have null as distance."""
+    """Yield a row for each step, matrix of a block, and form. Step 0 has the initial weights. The
+    distance is nan for more than LARGEST_DENSE entries."""
     generator = np.random.default_rng(0)
     for run, card, step, matrices, _ in steps_of(runs, title="structure"):
         tokens = None
@@ -120,7 +121,8 @@ def distances(
 
 
 def draw(rows: pd.DataFrame) -> Figure:
-    """Draw distances divided by the distances of random matrices: below 1 is nearer to the form."""
+    """Draw each distance divided by the mean distance of random matrices. Below 1, the matrix is
+    nearer to the form than a random matrix."""
     ratio = rows.distance / rows.random
     shown = rows.assign(**{form: ratio.where(rows.form == form) for form in FORMS})
     titles = {form: f"to the nearest {form.capitalize()} matrix" for form in FORMS}

@@ -1,8 +1,8 @@
 """The matrices of a checkpoint, and the initial matrices of its run.
 
 The effective matrix of a mixing is I (x) W or W (x) I; an RP Mixer puts it between two
-permutations. Each singular value of W occurs C or S times in the effective matrix, so commands
-analyze W and note the number of copies.
+permutations. Each singular value of W occurs C or S times in the effective matrix. Commands
+therefore analyze W and record this number as `copies`.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class Matrix:
     name: str
     """Name in the state dict, without `blocks.N.` and `.weight`."""
     block: int | None
-    """None for the stem, widening layers and the head."""
+    """Number of the block; None for the stem, widening layers and the head."""
     weight: "Array | csr_matrix"
     """Weights (outputs, inputs). A Monarch layer has a stack of such matrices."""
     copies: int
@@ -80,8 +80,8 @@ def initial_model(opened: Checkpoint) -> ImageModel | None:
 def checkpoints_of(
     places: list[Path], *, newest_only: bool
 ) -> tuple[dict[str, list[Checkpoint]], list[Path]]:
-    """Return the checkpoints by name of the run (by path if two names are equal), and the
-    directories of the checkpoints."""
+    """Return {run: checkpoints} and the directories of all checkpoints. The key of a run is its
+    name, or its path if two names are equal."""
     found: dict[str, list[Checkpoint]] = {}
     names = [name_of(place) for place in places]
     for place, name in zip(places, names, strict=True):
@@ -94,8 +94,8 @@ def checkpoints_of(
 def steps_of(
     runs: dict[str, list[Checkpoint]], *, title: str
 ) -> Iterator[tuple[str, ModelCard, int, list[Matrix], list[Matrix]]]:
-    """Yield (run, card, step, matrices, initial matrices) for each checkpoint. Runs that began from
-    a seed also have step 0; other runs have no initial matrices."""
+    """Yield (run, card, step, matrices, initial matrices) for each checkpoint. Runs with random
+    initial weights also have step 0. Other runs have no initial matrices."""
     with progress(title, total=sum(map(len, runs.values())), unit="checkpoints") as line:
         for run, checkpoints in runs.items():
             card, model = checkpoints[0].card, initial_model(checkpoints[0])

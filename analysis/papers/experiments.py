@@ -1,7 +1,6 @@
-"""Figures, tables and propositions of both papers, with their plans or commands (or the reason why
-these are missing) and printed numbers. docs/papers.md and `analysis paper` show these rows. A test
-checks that each plan of configs/plan/ has a row.
-"""
+"""Rows of docs/papers.md and of `analysis paper`: each figure, table and proposition of both
+papers. A row has plans or a command, or the reason why it has none, and numbers that the paper
+prints. A test checks that each plan of configs/plan/ has a row."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -20,14 +19,13 @@ class Experiment:
     plans: tuple[str, ...] = ()
     """Names of files in configs/plan/, without .yaml."""
     verb: str = ""
-    """Command of `analysis`. Replace RUN and DATA. The page draws `masks` and `widths`, which need
-    no run."""
+    """Arguments of `analysis`, with placeholders RUN and DATA. `analysis paper` draws `masks` and
+    `widths` itself, because they need no run."""
     command: str = ""
     """Complete command of another program."""
     reason: str = ""
-    """Reason why plans and commands are missing."""
+    """Reason why the row has no plan and no command."""
     printed: str = ""
-    """Numbers that the paper prints."""
 
 
 WIDTHS = "widths --omega 10^8 --gamma 1"

@@ -40,13 +40,14 @@ PLANS, RUNS = "configs/plan", Path("runs/plans")
 class Section:
     experiment: Experiment
     commands: list[str]
-    """Commands that make the figure. The first one works on this machine."""
+    """Commands that make the figure. The first command works on this machine."""
     num_finished: int = 0
     num_members: int = 0
     images: list[dict[str, object]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     origins: dict[str, list[tuple[Row, dict[str, str]]]] = field(default_factory=dict)
-    """Sources of each plan, with their settings. Settings that the paper prints come first."""
+    """Plan -> rows of `source` and `chosen`, with the settings that each row explains. Rows with
+    printed values come first."""
 
     @property
     def state(self) -> str:

@@ -1,8 +1,8 @@
 """Origin of every setting of a plan: printed in a paper, or chosen by us.
 
 A plan has two lists of rows: `source` (with a section of the paper) and `chosen` (with a reason).
-`shared.yaml` has the rows for all plans of a paper. A row applies to some members of a plan, and
-names settings with all their values in these members:
+`shared.yaml` has the rows for all plans of a paper. A row applies to some members (runs) of a plan,
+and lists settings with all values that these members have:
 
     source:
       - section: C.1
@@ -12,7 +12,7 @@ names settings with all their values in these members:
           model.patch_size: [4, 8]              # each member has one of them, and both occur
           model.num_channels, model.num_tokens: [[4, 360], [8, 252]]      # pairs
 
-For each member and setting, rows of the plan win over rows of shared.yaml. Among these, the row
+If several rows list a setting, a row of the plan wins over a row of shared.yaml, and then the row
 with most conditions wins. Two names are not settings: `trials` is the number of seeds, `command` is
 pretrain, tune, probe or evaluate.
 """
@@ -59,9 +59,10 @@ class Row(Settings):
     reason: str | None = Field(None, examples=["not printed; the default of torch.optim.AdamW"])
     """Reason of our choice; null for printed values."""
     settings: dict[str, Any]
-    """Values by setting. A key can also be several settings, separated by commas."""
+    """Setting -> value, or list of all values. A key can be several settings, separated by commas.
+    """
     where: dict[str, Any] = Field(default_factory=dict)
-    """Condition for a member: settings, each with a value or a list of possible values."""
+    """Members to which the row applies: setting -> value, or list of possible values."""
     note: str = ""
     """Remark about other readings of the paper."""
 
@@ -80,7 +81,7 @@ Member = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Origin:
-    """One key of a row, and the runs whose setting the row decides."""
+    """One key of a row, and the runs whose values the row explains."""
 
     row: Row
     key: str
@@ -152,7 +153,6 @@ def members_of(plan: Plan) -> list[Member]:
 
 
 def origins_of(plan: Plan) -> list[Origin]:
-    """Return the origin of each setting, in the order of the rows."""
     (own, shared), members = rows_of_plan(plan), members_of(plan)
     decisions = [_decisions(member, own, shared) for member in members]
     return _origins([*own, *shared], members, decisions)

@@ -1,7 +1,9 @@
-"""Best growth of size and data with compute, from the frontier at one number of epochs (as in
-Scaling MLPs) and from isoFLOP parabolas. Both fit lines log y = intercept + exponent log C. Lines
-have no intervals: the least errors of noisy points are biased, and no interval has been tested.
-K budgets, N points, P sizes of model.
+"""Best model size and number of images for each compute, as lines log y = intercept + exponent log
+C.
+
+Lines are fitted to the frontier at one number of epochs (as in Scaling MLPs), and to the minima of
+isoFLOP parabolas. Exponents have no intervals, because the minimum of noisy errors is biased and no
+interval has been tested. K compute budgets, N points, P model sizes.
 """
 
 from collections.abc import Mapping
@@ -27,7 +29,7 @@ class Allocation(Estimate):
 
 
 def _allocation(log_compute_K: Array, logs: Mapping[str, Array]) -> Allocation:
-    """`logs`: logarithms of the best values at each compute."""
+    """Fit a line to each quantity in `logs`, the logarithms of the best values at each compute."""
     lines = {name: np.polyfit(log_compute_K, log_K, 1) for name, log_K in logs.items()}
     exponents = {f"{name} exponent": line[:1] for name, line in lines.items()}
     best = {name: np.exp(log_K) for name, log_K in logs.items()}
@@ -36,7 +38,8 @@ def _allocation(log_compute_K: Array, logs: Mapping[str, Array]) -> Allocation:
 
 
 def by_frontier(sample: Sample) -> Allocation | str:
-    """Fit lines to the frontier of points at one number of epochs."""
+    """Fit lines to the frontier of points at one number of epochs, or return the reason if the
+    frontier has too few points."""
     known = np.isfinite(sample.points["parameters"] * sample.points["images"])
     on = sample.of(sample.frontier() & known)
     if (count := on.num_different("compute")) < 3:
@@ -50,10 +53,11 @@ class IsoFlop:
     budgets_K: Array
     sizes_P: Array
     errors_KP: Array
-    """Error of each size at each compute, interpolated on the frontier of the size. NaN outside the
-    range of the frontier."""
+    """Error of each size at each compute, interpolated on the frontier of this size; NaN outside
+    the frontier."""
     parabolas_K3: Array
-    """Coefficients of log error in log P, the square first; NaN with too few known sizes."""
+    """Coefficients of each parabola (log error against log P), highest power first. NaN if too few
+    sizes have an error."""
     allocation: Allocation | str
 
 
@@ -84,7 +88,7 @@ def by_parabolas(sample: Sample) -> IsoFlop | str:
             best_K[row] = least
     is_inside = np.isfinite(best_K)
     if (count := is_inside.sum()) < 3:
-        problem = f"{count} of {NUM_BUDGETS} parabolas have their least error between the sizes"
+        problem = f"{count} of {NUM_BUDGETS} parabolas have their minimum between the sizes"
         return IsoFlop(np.exp(log_K), sizes_P, errors_KP, parabolas_K3, f"{problem}; 3 are needed")
     cost_P = [np.nanmin(each.points["compute"] / each.points["samples"]) for each in curves]
     log_K_in, best_K = log_K[is_inside], best_K[is_inside]
@@ -94,7 +98,8 @@ def by_parabolas(sample: Sample) -> IsoFlop | str:
 
 
 def around_least(errors_P: Array) -> NDArray[np.intp]:
-    """Return the best size and its neighbors, because curves are parabolas only near minima."""
+    """Return the indices of the best size and its neighbors. Farther from the minimum, curves are
+    not parabolas."""
     known = np.flatnonzero(np.isfinite(errors_P))
     last = max(0, len(known) - NUM_NEAR)
     first = int(np.clip(np.argmin(errors_P[known]) - NUM_NEAR // 2, 0, last))

@@ -13,8 +13,7 @@ def add_commands(verbs: Verbs) -> None:
         verbs,
         "scaling",
         _scaling,
-        help="scaling laws in C, P and N for each target, recipe and family of models; repeated"
-        " data; best P and N",
+        help="fit scaling laws in compute C, parameters P and images N; best P and N for each C",
         epilog="analysis scaling runs/plans/all.parquet --out runs/plans/scaling_laws-fits",
     )
     add_points(scaling, help="files of `analysis collect`, or CSV files with compute,error")
@@ -22,7 +21,10 @@ def add_commands(verbs: Verbs) -> None:
         "--target", action="append", default=[], help="only this dataset (can be repeated)"
     )
     scaling.add_argument(
-        "--epochs", type=float, default=50.0, help="epochs of the allocation and P-N law (50)"
+        "--epochs",
+        type=float,
+        default=50.0,
+        help="epochs of points for the best P, N and the P-N law (50)",
     )
     scaling.add_argument("--quick", action="store_true", help="200 resamples instead of 2,000")
 

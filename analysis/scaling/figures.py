@@ -34,7 +34,6 @@ def draw(studies: Sequence[Study]) -> dict[str, Figure]:
 
 
 def _draw_compute(studies: Sequence[Study]) -> Figure:
-    """Draw all points, the frontier and its law."""
     figure, axes = panels(len(studies), most=1, height=2.6)
     for axis, each in zip(axes, studies, strict=True):
         sample, on = each.sample, each.used["compute"]
@@ -76,7 +75,8 @@ def _draw_size_and_data(studies: Sequence[Study]) -> Figure:
 
 
 def _draw_allocation(studies: Sequence[Study]) -> Figure:
-    """Draw P and N of the frontier at one number of epochs, and of the minima of parabolas."""
+    """Draw the best P and N, from the frontier at one number of epochs and from the minima of
+    parabolas."""
     figure, axes = panels(2, height=2.6)
     for axis, (name, label) in zip(axes, LABELS.items(), strict=True):
         for number, each in enumerate(studies):
@@ -96,7 +96,6 @@ def _draw_allocation(studies: Sequence[Study]) -> Figure:
 
 
 def _draw_isoflop(studies: Sequence[tuple[Study, IsoFlop]]) -> Figure:
-    """Draw the parabolas, and their minima if these are between the sizes."""
     figure, axes = panels(len(studies), height=2.6)
     for axis, (each, iso) in zip(axes, studies, strict=True):
         last = len(iso.budgets_K) - 1
@@ -157,5 +156,4 @@ def _scale(axis: Axes, label: str, value: str = "error", *, legend_above: bool =
 
 
 def _shade(number: int, count: int) -> Any:
-    """Return a color from dark to light."""
     return colormaps["viridis"](0.9 * number / max(count - 1, 1))

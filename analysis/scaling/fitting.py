@@ -1,10 +1,10 @@
 """Laws E = E_inf + sum of a_j u_j^-alpha_j, fitted by variable projection to thousands of sets of
 errors at the same points.
 
-For known exponents (and parameters inside u), the factors a_j and E_inf follow by non-negative
-least squares in closed form. The other parameters are the shape. A grid, then Levenberg-Marquardt
-steps search at most three of them, for all sets of errors in one batch. The unit of a variable is
-its geometric mean. Squares are of the error, not of its logarithm.
+Exponents and parameters inside u are called the shape (at most three parameters). For a known
+shape, non-negative least squares give the factors a_j and E_inf in closed form. A grid search, then
+Levenberg-Marquardt steps find the shape, for all sets of errors in one batch. Variables are divided
+by their geometric mean. Squares are of E, not of log E.
 
 B sets of errors, K columns (factors, then E_inf), Q shape parameters, N points.
 """
@@ -31,13 +31,14 @@ GRIDS = {
 BOUNDS = {"exponent": (0.01, 5.0), "offset": (0.0, 1e3), "repeats": (0.1, 1e5)}
 ROUNDS = 100
 _CHUNK = 60_000
-"""Sets of errors times points of one batch. Such a batch fits into the cache."""
+"""Largest product of sets of errors and points in a batch. Such a batch fits into the CPU cache."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """The term factor * u^-exponent. Without `within`, u is the variable; `offset` adds a parameter
-    to it. `repeats` is u = N_eff = N (1 + R (1 - e^(-(T-1)/R))), or the images seen if T < 1."""
+    """The term factor * u^-exponent. Without `within`, u is the variable. "offset": u is the
+    variable plus a parameter. "repeats": u is N_eff = N (1 + R (1 - e^(-(T-1)/R))), or the images
+    seen if T < 1."""
 
     variable: str
     factor: str
@@ -47,7 +48,7 @@ class Term:
     """Name of the parameter inside u."""
 
     def inside(self, points: Points, value_B1: Array) -> tuple[Array, Array]:
-        """Return u, and its derivative with respect to the parameter inside it."""
+        """Return u, and its derivative with respect to the parameter inside u."""
         x_N = points[self.variable]
         if self.within == "repeats":
             x_N, again_N = (
@@ -68,7 +69,7 @@ class Law:
 
     @cached_property
     def shape(self) -> dict[str, str]:
-        """Kind of each shape parameter: the key of its grid and bounds."""
+        """Shape parameter -> its key in GRIDS and BOUNDS."""
         found = {term.exponent: "exponent" for term in self.terms}
         return found | {term.name: term.within for term in self.terms if term.within}
 
@@ -85,8 +86,8 @@ class Law:
         return np.array([BOUNDS[kind] for kind in self.shape.values()]).T
 
     def columns(self, points: Points, shape_BQ: Array) -> tuple[Array, Array]:
-        """Return the columns (B, K, N) and their derivatives with respect to the shape (B, Q, K,
-        N)."""
+        """Return the least-squares columns (B, K, N) and their derivatives with respect to the
+        shape (B, Q, K, N)."""
         names, size = list(self.shape), (len(self.linear), len(points[self.terms[0].variable]))
         columns_BKN, slopes_BQKN = (
             np.ones((len(shape_BQ), *size)),
@@ -108,7 +109,7 @@ class Law:
 
 @dataclass(frozen=True)
 class Fit:
-    """One law for each set of errors."""
+    """A law, fitted to each set of errors."""
 
     law: Law
     units: Mapping[str, float]
@@ -136,7 +137,7 @@ class Fit:
 
     @property
     def at_bounds(self) -> dict[str, Array]:
-        """True for each parameter at an end of its range, such as a factor or E_inf of 0."""
+        """Parameter -> True for each fit with this parameter at an end of its range (E_inf = 0)."""
         low, high = self.law.bounds
         shape = (self.shape_BQ <= low) | (self.shape_BQ >= high)
         return dict(
@@ -153,8 +154,8 @@ class Fit:
 
 
 def fit(law: Law, points: Points, errors_BN: Array) -> Fit:
-    """Fit the law to each set of errors. A fit starts from the best of the grid points that are
-    good for the first set."""
+    """Fit the law to each set of errors. Each fit starts from its best point among the grid points
+    that `_good_places` chooses for the first set."""
     errors_BN = np.atleast_2d(errors_BN)
     units = {
         term.variable: float(np.exp(np.log(points[term.variable]).mean())) for term in law.terms
@@ -185,8 +186,8 @@ def _good_places(law: Law, points: Points, errors_BN: Array) -> Array:
 
 
 def _non_negative(gram: Array, right: Array) -> Array:
-    """Solve many small least-squares problems: try each choice of columns and keep the best one
-    without negative factors."""
+    """Solve many small non-negative least-squares problems: try each choice of columns and keep the
+    best solution without negative factors."""
     size = right.shape[-1]
     best, gain = np.zeros_like(right), np.zeros(right.shape[:-1])
     gram = gram * (1 + 1e-12 * np.eye(size))  # allows two equal columns
@@ -203,7 +204,7 @@ def _non_negative(gram: Array, right: Array) -> Array:
 
 
 def _project(law: Law, points: Points, errors_BN: Array, shape_BQ: Array) -> tuple[Array, ...]:
-    """Return the shape, its best factors, the squares, the residuals, the columns and their
+    """Return the shape, its best factors, the sums of squares, the residuals, the columns and their
     derivatives."""
     columns_BKN, slopes_BQKN = law.columns(points, shape_BQ)
     right_BK = (columns_BKN @ errors_BN[..., None])[..., 0]

@@ -1,5 +1,5 @@
-"""Fit laws to measured errors, to resampled errors for intervals, and without the largest size to
-predict its errors. If the points are too few, functions return the reason."""
+"""Fit laws to the measured errors, to resampled errors (for intervals), and to the points without
+the largest size (to test predictions). If there are too few points, functions return the reason."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -43,17 +43,16 @@ class Estimate:
     """Values of each parameter: for the measured errors, then for each set of resampled errors."""
     fit: Fit | None = None
     aicc: float = np.nan
-    """AICc for the number of runs, because checkpoints of a run are not independent. The noise
-    counts as a parameter."""
+    """AICc with the number of runs as sample size, because checkpoints of a run are not
+    independent. The noise variance counts as a parameter."""
     beyond: float = np.nan
-    """Root mean square of predicted / measured - 1 at the largest size, for a fit without this
-    size."""
+    """Root mean square of predicted / measured - 1 at the largest size, predicted by a fit without
+    this size."""
     at_bounds: Mapping[str, float] = field(default_factory=dict)
     """For each parameter: 1 if its fit is at an end of its range, otherwise the fraction of
     resampled fits at an end."""
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield a row for each parameter."""
         for name, values_B in self.parameters.items():
             low, high = interval_of(values_B)
             row = {"parameter": name, "value": values_B[0], "low": low, "high": high}
@@ -62,7 +61,8 @@ class Estimate:
 
 
 def interval_of(values_B: Array) -> tuple[float, float]:
-    """Return the interval of all values after the first (the resamples); NaN without resamples."""
+    """Return the 95 % interval of the resampled values (all after the first); NaN if there are
+    none."""
     if len(values_B) < 2:
         return np.nan, np.nan
     low, high = np.percentile(values_B[1:], QUANTILES)
@@ -84,8 +84,9 @@ def estimate(
     without_N: NDArray[np.bool_] | None = None,
     resamples: int = 0,
 ) -> Estimate | str:
-    """Fit a law to the points in `counted_N`. `without_N`: points for the fit without the largest
-    `size` (default: all smaller ones). `resamples`: sets of resampled errors for the intervals."""
+    """Fit a law to the points in `counted_N`. `without_N`: points of the fit that predicts the
+    largest `size` (default: `counted_N` below this size). `resamples`: sets of resampled errors for
+    the intervals."""
     held = sample.of(counted_N)
     if lack := _lack(law, held):
         return lack
@@ -117,13 +118,14 @@ def estimate(
 
 
 def _resampled_errors(sample: Sample, fitted_N: Array, spare: int, count: int) -> Array:
-    """Return sets of errors (B, N) at the same points, because sizes are chosen, not random. Each
-    run gets the residuals of a random run, checkpoint by checkpoint, so checkpoints stay
-    correlated.
+    """Return B sets of errors (B, N). Points stay the same, because sizes are chosen, not random.
+    Each run gets the residuals of a random run, checkpoint by checkpoint, so checkpoints stay
+    correlated. `spare`: degrees of freedom.
 
-    Two factors widen the residuals. The fit follows the noise, hence 1 / sqrt(spare / runs). The
-    variance is estimated, hence the quantile of Student's t over the normal quantile. For a linear
-    law, percentiles of the resampled fits are then the usual t intervals."""
+    Two factors widen the residuals. The first is sqrt(runs / spare), because the fit follows the
+    noise. The second is the quantile of Student's t / normal quantile, because the variance is
+    estimated. For a linear law, percentiles of the resampled fits then give the usual t interval.
+    """
     rest_N = sample.errors_N - fitted_N
     _, run_N, length_R = np.unique(sample.runs_N, return_inverse=True, return_counts=True)
     order_N = pd.Series(run_N).groupby(run_N).cumcount().to_numpy()
@@ -144,8 +146,8 @@ def _needed(law: Law) -> dict[str, int]:
 
 
 def _lack(law: Law, sample: Sample) -> str:
-    """Return the reason why the points are too few for the law and one spare point; empty if they
-    suffice."""
+    """Return the reason why the points are too few for the law and one degree of freedom; empty if
+    they suffice."""
     spare = int(len(law.terms) == 1)
     counts = [
         (sample.num_different(name), NOUNS[name], needed + spare)

@@ -14,17 +14,17 @@ from data_prep.errors import UserError
 
 COLUMNS = ("compute", "parameters", "images", "epochs", "samples")
 FEWEST_RUNS = 4
-"""Smallest number of runs for a law."""
 MIXERS = ("mixer", "smixer")
 PROPORTIONAL = 1.1
-"""Greatest ratio of C / (P N T) among points whose compute is proportional to P N T."""
+"""Largest ratio between two values of C / (P N T) for which compute counts as proportional to P N
+T."""
 HELD = (
     *("kind", "optimizer", "lr", "weight_decay", "global_batch_size", "augmented"),
     *("own_augmented", "num_views", "family"),
 )
-"""Columns with equal values in all points of a law."""
+"""Columns that are equal in all points of a law."""
 SAME_T = 0.01
-"""Tolerance for equal numbers of epochs, because runs end with a complete batch."""
+"""Relative tolerance for equal numbers of epochs, because runs end with a complete batch."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Sample:
 
     @property
     def disproportion(self) -> str:
-        """Reason why compute is not proportional to P N T; empty if it is."""
+        """Reason why compute is not proportional to P N T; empty if it is proportional."""
         if self.kind in MIXERS:
             return "a Mixer uses each weight many times, so compute is not proportional to P N T"
         cost = self.points["compute"] / (self.points["parameters"] * self.points["samples"])
@@ -58,15 +58,15 @@ class Sample:
         return f"C / (P N T) varies by {ratio:.2f}" if ratio > PROPORTIONAL else ""
 
     def frontier(self, counted_N: NDArray[np.bool_] | bool = True) -> NDArray[np.bool_]:
-        """Return the counted points whose error is less than the error of all points with less
+        """Return the mask of counted points with a smaller error than all counted points of less
         compute."""
         errors_N = np.where(counted_N, self.errors_N, np.inf)
         least_N = np.minimum.accumulate(errors_N)
         return np.asarray(errors_N < np.concatenate([[np.inf], least_N[:-1]]))
 
     def largest(self, *names: str) -> NDArray[np.bool_]:
-        """Return the points with the largest value of the first name, then among these points of
-        the second name, and so on."""
+        """Return the mask of points with the largest value of the first name; of these, the largest
+        of the second name, and so on."""
         held = np.ones(len(self.errors_N), bool)
         for name in names:
             values, tolerance = self.points[name], SAME_T * (name == "epochs")
@@ -75,8 +75,8 @@ class Sample:
         return held
 
     def at_epochs(self, wanted: float) -> tuple[NDArray[np.bool_], float]:
-        """Return the points at this number of epochs, or at the least known number, and the
-        number."""
+        """Return the mask of points at `wanted` epochs, and `wanted`. If there are none, use the
+        least known number of epochs instead."""
         epochs = self.points["epochs"]
         held = np.abs(epochs / wanted - 1) <= SAME_T
         if not held.any() and np.isfinite(epochs).any():
@@ -90,8 +90,8 @@ class Sample:
 
 
 def read_points(paths: Sequence[Path]) -> pd.DataFrame:
-    """Read results tables, and CSV files with the columns compute and error. Each row of a CSV is a
-    run of its own."""
+    """Read results tables, and CSV files with the columns compute and error. Each row of a CSV
+    counts as a run."""
     frames = []
     for number, path in enumerate(paths):
         if path.suffix != ".csv":
@@ -108,8 +108,8 @@ def read_points(paths: Sequence[Path]) -> pd.DataFrame:
 
 
 def samples_of(results: pd.DataFrame, targets: Sequence[str] = ()) -> tuple[list[Sample], int]:
-    """Return a sample for each target, task, recipe and family of models, and the number of
-    skipped results. Imported weights have no compute, for example."""
+    """Return a sample for each target, task, recipe and family of models. Also return the number of
+    results without an error or a compute, such as imported weights."""
     columns = [*results, *COLUMNS, *HELD, "weights", "neighbors"]
     results = results.reindex(columns=[*dict.fromkeys(columns)])
     fewest = results.neighbors.groupby(results.run).transform("min")

@@ -1,4 +1,4 @@
-"""All laws on the points of one target, as rows, facts and figures."""
+"""All laws fitted to the points of one target, as rows, facts and figures."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,13 +36,13 @@ VARIABLES = {
 class Study:
     sample: Sample
     drawn: Mapping[str, Estimate | str]
-    """Fullest form of each law that the points fix, or the reason why they fix no form. Laws:
-    compute (frontier), size, data, sum and allocation (one number of epochs), repeats and isoFLOP
-    (all epochs)."""
+    """For each law, the fitted form with the most parameters, or the reason why no form could be
+    fitted. Laws: compute (frontier), size, data, sum and allocation (one number of epochs), repeats
+    and isoFLOP (all epochs)."""
     rows: pd.DataFrame
     """One row for each parameter of each form of each law."""
     used: Mapping[str, NDArray[np.bool_]]
-    """For the laws in P, N and C: the points that each law uses."""
+    """Mask of the points that each law in P, N or C uses."""
     epochs: float
     """Number of epochs T of the allocation and of the law `sum`."""
     isoflop: IsoFlop | str
@@ -79,7 +79,7 @@ def study(sample: Sample, *, epochs: float, resamples: int) -> Study:
     drawn, rows = dict[str, Estimate | str](), list[dict[str, Any]]()
     for law, found in laws.items():
         fixed = {form: each for form, each in found.items() if not isinstance(each, str)}
-        # the second form (b = 0) needs the fewest points, so its reason is the clearest
+        # b = 0, the second form, needs the fewest points, so its reason is the clearest
         drawn[law] = next(iter(fixed.values()), [*found.values()][len(found) // 2])
         for form, each in fixed.items():
             place = {"target": sample.name, "law": law, "form": form, "drawn": each is drawn[law]}
@@ -97,7 +97,7 @@ def scaling(
     studies = [study(each, epochs=epochs, resamples=resamples) for each in samples]
     rows = pd.concat([each.rows for each in studies], ignore_index=True)
     printed, facts = list[str | pd.DataFrame](), dict[str, Any]()
-    if len(rows):  # without factors and offsets
+    if len(rows):  # factors and offsets are not printed
         shown = rows[rows.drawn & ~rows.parameter.isin(["a", "A", "B", "b"])]
         printed.append(shown.drop(columns=["drawn", "aicc"]))
     for each in studies:
@@ -113,10 +113,10 @@ def scaling(
                 printed.append(f"{name}: {law}: {best.form} has the lower AICc")
         printed += [f"{name}: {law}: {reason}" for law, reason in lacking.items()]
         if isinstance(each.drawn["sum"], Estimate):
-            words = disproportion or "assuming that compute is proportional to P N T"
-            printed.append(
-                f"{name}: sum: {'no ' * bool(disproportion)}P* and N* exponents: {words}"
-            )
+            words = "P* and N* exponents assume that compute is proportional to P N T"
+            if disproportion:
+                words = f"no P* and N* exponents, because {disproportion}"
+            printed.append(f"{name}: sum: {words}")
         facts[name] = {
             "points": len(each.sample.errors_N),
             "runs": each.sample.num_runs,
@@ -156,8 +156,8 @@ CHECKLIST: dict[str, Any] = {
         ),
         "repeats": "sum at all epochs, with N_eff = N (1 + R* (1 - e^(-(T-1)/R*))) instead of N",
     },
-    "compute": "C = 3 x MACs of an image x samples (Scaling MLPs); FLOP are twice that",
-    "parameters": "all, with stem and head of the pretraining",
+    "compute": "C = 3 x MACs of an image x samples (Scaling MLPs); a MAC is two FLOP",
+    "parameters": "all, including stem and head of the pretrained model",
     "error": "1 - top-1 on the target's test images",
     "points": {
         "compute": (
@@ -178,18 +178,20 @@ CHECKLIST: dict[str, Any] = {
         for name, values in fitting.GRIDS.items()
     },
     "bounds": fitting.BOUNDS,
-    "starts": "the best grid point for each value of each shape parameter; the best for a resample",
+    "starts": "the best grid point for each value of each shape parameter; resamples: the best one",
     "groups": f"one law for each target, task and {', '.join(HELD)}",
     "intervals": (
         f"size, data, sum, repeats: percentiles {QUANTILES} of fits to resampled errors. Errors get"
         " residuals of random runs (seed 0), times sqrt(runs / (runs - parameters)) t / 1.96. This"
-        " assumes noise of one size. Frontier, allocation and isoFLOP: none, because the least"
+        " assumes runs of equal noise. Frontier, allocation and isoFLOP: none, because the least"
         " error of noisy points is biased"
     ),
-    "aicc": ("runs ln(mean square) + 2 k + 2 k (k + 1) / (runs - k - 1); k counts the noise, too"),
+    "aicc": (
+        "runs ln(mean square) + 2 k + 2 k (k + 1) / (runs - k - 1); k includes the noise variance"
+    ),
     "beyond": (
         "root mean square of predicted / measured - 1 at the largest size (data: N), from a fit"
-        " without it"
+        " without this size"
     ),
     "allocation": "least squares of log P and log N on log C over the frontier at one T",
     "isoFLOP": (

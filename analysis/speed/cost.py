@@ -1,12 +1,11 @@
 """Table S.3 of the Mixer paper: memory, FLOPs and seconds per epoch of a SW-MLP, an RP-Mixer and an
 MLP-Mixer of the same widths.
 
-The command times training steps of the small size, without data loading. The caption has S = 64,
-C = 48, L = 3 and gamma = 2. AdamW, batch 128 and float32 are from C.3 (runtime of Table 1). A
-SW-MLP has a block for each mixing (2 L) and the Mixer's Omega. The paper stores it dense with a
-mask of 4 bytes per entry. Our storage has only existing connections and gets its own row. Models
-take turns within a round and ratios are medians over rounds, because the speed of a shared machine
-drifts.
+The command times training steps without data loading. The caption has S = 64, C = 48, L = 3 and
+gamma = 2. AdamW, batch 128 and float32 are from C.3 (runtime of Table 1). The SW-MLP has a block
+for each mixing (2 L) and the Mixer's Omega. The paper stores dense weights and a mask of 4 bytes
+per entry. Another row has our storage of only existing connections. Each round measures all models,
+and ratios are medians over rounds, because the speed of a shared machine drifts.
 """
 
 import time
@@ -38,14 +37,14 @@ class Model(NamedTuple):
     name: str
     spec: AnySpec
     bytes_per_weight: int = 4
-    """Bytes of a weight; 8 if its mask entry is included."""
+    """Bytes of a weight; 8 with its mask entry."""
     paper_memory: str = ""
     paper_flops: str = ""
     paper_epoch_s: float | None = None
 
 
 def models_of(num_channels: int) -> tuple[Model, ...]:
-    """Return the models of the small size with C channels (48 in the table)."""
+    """Return the models of the table with `num_channels` channels (48 in the caption)."""
     mixer = {"patch_size": 4, "num_channels": num_channels, "depth": 3, "expansion": 2.0}
     density = (1 / (IMAGE_SIZE // 4) ** 2 + 1 / num_channels) / 2  # as in a Mixer (section 3.4)
     sparse = mixer | {"kind": "sw_mlp", "depth": 6, "density": density}
@@ -114,7 +113,7 @@ def measure(
 
 
 def block_cost(model: Model) -> tuple[int, int]:
-    """Return bytes and FLOPs of the matrices of mixings, as the table counts them."""
+    """Return bytes and FLOPs of the mixing matrices of a model, counted as in the table."""
     spec = model.spec
     if isinstance(spec, MixerSpec):
         tokens, channels = spec.tokens(image_size=IMAGE_SIZE), spec.num_channels

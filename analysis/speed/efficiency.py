@@ -51,8 +51,8 @@ PUBLISHED = {
 
 
 NOTE = (
-    "Above: Table 4 (A5000). Printed latency x throughput is many images, so the printed latency"
-    " cannot be of one image. A.5 prints 6 x for the MLP without the transfer."
+    "paper: Table 4, on an A5000. Printed latency x throughput is many images, so the latency is"
+    " not of one image. A.5 prints 6 x throughput for the MLP without the transfer."
 )
 
 
@@ -63,7 +63,7 @@ class Conditions(NamedTuple):
     batch_size: int
     num_rounds: int
     seconds: float
-    """Shortest duration of one measurement, which has at least one forward pass."""
+    """Shortest duration of a measurement in seconds. It has at least one forward pass."""
 
 
 def efficiency(conditions: Conditions) -> Result:
@@ -176,8 +176,8 @@ def machine(device: str) -> str:
 
 
 def draw(rows: pd.DataFrame, conditions: Conditions) -> Figure:
-    """Draw images per second against MACs. A dashed line has the MACs per second of the first
-    model."""
+    """Draw images per second against MACs. On the dashed line, MACs per second equal the first
+    model's."""
     macs = rows.multiply_adds / 1e9
     with looks():
         figure, (axes,) = panels(1, height=2.7)

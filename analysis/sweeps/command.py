@@ -17,8 +17,8 @@ def add_commands(verbs: Verbs) -> None:
         help="errors of many runs by width, shape, depth, batch size ... over seeds (Mixer paper,"
         " Fig. 2d, 4-7; Scaling MLPs, Fig. 4)",
         description=(
-            "Draws mean and SD over seeds, and the binomial error of the test images. Pairs of one"
-            " seed compare RP with normal Mixers. A sweep by width also prints Kendall's tau, the"
+            "Draws mean and SD over seeds, and the binomial error of the test images. RP and normal"
+            " Mixers of the same seed are compared. A sweep by width also prints Kendall's tau, the"
             " exact one-sided p of falling errors, and Holm's correction over lines. A sweep by"
             " log_cs prints the optimum of a parabola with its interval."
         ),
@@ -37,8 +37,8 @@ def add_commands(verbs: Verbs) -> None:
         _curves,
         help="training and test loss, ranges over seeds, and overfit (Mixer paper, Fig. S.6-S.8)",
         description=(
-            "Bands are ranges over seeds; the table has the SD. Overfit is the last test loss minus"
-            " the smallest one, after a running mean over a tenth of the curve."
+            "Bands are ranges over seeds; the table has the SD. Overfit is the last minus the"
+            " smallest test loss, after a running mean over a tenth of the curve."
         ),
         epilog="analysis curves runs/plans/mixer_figS6.parquet --hue mixing --facet shape",
     )
@@ -48,8 +48,8 @@ def add_commands(verbs: Verbs) -> None:
     for command in (sweep, curves):
         add_points(command, metavar="POINTS.parquet")
         for option, words in (
-            ("--hue", "variables that make lines, such as kind,mixing"),
-            ("--facet", "variables that make panels, such as target"),
+            ("--hue", "variables with a line for each value: kind,mixing"),
+            ("--facet", "variables with a panel for each value: target"),
         ):
             command.add_argument(option, type=_names, default=(), help=words)
     widths = add_command(
@@ -61,7 +61,10 @@ def add_commands(verbs: Verbs) -> None:
         epilog="analysis widths --omega 2^18,2^21 --gamma 1",
     )
     widths.add_argument(
-        "--omega", type=_names, default="2^18,2^21,2^27", help="connections of a layer, with commas"
+        "--omega",
+        type=_names,
+        default="2^18,2^21,2^27",
+        help="connections of a layer, comma-separated",
     )
     widths.add_argument(
         "--gamma", type=float, default=1.0, help="hidden width divided by width (default: 1)"

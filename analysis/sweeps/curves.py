@@ -27,8 +27,8 @@ def losses_of(
 def _over_epochs(
     results: pd.DataFrame, columns: Mapping[str, str], hue: Sequence[str], facet: Sequence[str]
 ) -> pd.DataFrame:
-    """Return the values of each curve's column. Seeds of a line are interpolated at the epochs of
-    the first seed, over the range that all seeds cover."""
+    """Return the values of each curve's column. Seeds are interpolated at the epochs of the first
+    seed of their line, in the range that all seeds cover."""
     known = results[results[[*columns.values()]].notna().any(axis=1)]
     if known.empty:
         fix = "train with tracking.enabled=true, which writes the event log"
@@ -44,7 +44,7 @@ def _over_epochs(
             common = np.array([epoch for epoch in epochs.iloc[0] if low <= epoch <= high])
             if not len(common):
                 problem = f"the {curve} curves of {own.run.iloc[0]} and its seeds share no epoch"
-                fix = "make lines or panels of the variable in which they differ"
+                fix = "add the variable in which they differ to --hue or --facet"
                 raise UserError("--hue", problem, fix, code="conflict")
             for run, x, y in zip(own.run, epochs, own[column], strict=True):
                 about = {"facet": panel, "hue": line, "curve": curve, "run": run}
@@ -54,13 +54,13 @@ def _over_epochs(
 
 
 def bands_of(values: pd.DataFrame) -> pd.DataFrame:
-    """Return the statistics of the last column over seeds at each epoch."""
+    """Return mean, SD and range over seeds of the last column, at each epoch."""
     seeds = values.groupby([*LINE, "epochs"], sort=False)[values.columns[-1]]
     return seeds.agg(mean="mean", sd="std", min="min", max="max", num_seeds="size").reset_index()
 
 
 def overfit_of(losses: "pd.Series[float]") -> float:
-    """Return the last value of the running mean minus its least value."""
+    """Return the last value of the running mean minus its minimum."""
     window = max(1, round(SMOOTHED * len(losses)))
     smooth = losses.rolling(window, center=True, min_periods=1).mean()
     return float(smooth.iloc[-1] - smooth.min())

@@ -79,7 +79,6 @@ def _set_x_ticks(axes: Axes, values: list[Any], *, is_number: bool) -> None:
 
 
 def _draw_legend(figure: Figure, axes: Sequence[Axes]) -> None:
-    """Draw one legend for all panels if there is more than one line."""
     handles = {
         label: handle
         for each in axes
@@ -92,8 +91,8 @@ def _draw_legend(figure: Figure, axes: Sequence[Axes]) -> None:
 
 
 def draw_curves(bands: pd.DataFrame) -> Figure:
-    """Draw the range and the mean over seeds. Training is dashed. The accuracy has its own panel
-    next to the losses."""
+    """Draw the range and the mean over seeds. Training losses are dashed. The accuracy has its own
+    panel next to the losses."""
     facets, hues = bands.facet.unique().tolist(), bands.hue.unique().tolist()
     per_facet = 1 + int((bands.curve == "accuracy").any())
     with looks(*facets, *hues):
@@ -115,7 +114,7 @@ def draw_curves(bands: pd.DataFrame) -> Figure:
 
 
 def draw_widths(rows: pd.DataFrame) -> Figure:
-    """Draw m, and p of a SW-MLP with the same width and Omega, against C."""
+    """Draw the width m, and the density p of a SW-MLP with the same width and Omega, against C."""
     titles = {"width": "effective width m = S C", "density": "density p = Ω / (γ m²)"}
     with looks():
         figure, both = panels(2)

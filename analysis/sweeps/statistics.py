@@ -14,9 +14,8 @@ Facts = dict[str, Any]
 
 
 def kendall(x: Sequence[float], y: Sequence[float]) -> Facts:
-    """Return tau-b (-1 if each greater x has a smaller y) and the one-sided p of falling y, or
-    nothing if all y are equal. All x differ. The null distribution is exact, and equal y count as
-    rising."""
+    """Return tau-b (-1 if y always falls as x grows) and the exact one-sided p-value for falling y;
+    {} if all y are equal. All x must differ. For p, equal y count as rising."""
     if len(set(y)) < 2:
         return {}
     rank = np.empty(len(x))
@@ -27,20 +26,20 @@ def kendall(x: Sequence[float], y: Sequence[float]) -> Facts:
 
 
 def holm(p: "pd.Series[float]") -> "pd.Series[float]":
-    """Return the p values after Holm's correction, which ignores unknown values."""
+    """Return the p-values after Holm's correction, which ignores unknown values."""
     known = p.dropna().sort_values()
     remaining = np.arange(len(known), 0, -1)
     return (known * remaining).cummax().clip(upper=1).reindex(p.index)
 
 
 def optimum(x: Sequence[float], y: Sequence[float], seeds: Sequence[Any]) -> Facts:
-    """Fit a parabola and return its minimum between the first and the last x, a 95 % interval, and
-    true if 0 is inside.
+    """Fit a parabola. Return its minimum between the first and the last x, a 95 % interval, and
+    `has_zero` (True if the interval contains 0).
 
-    Each seed has its own level, because its runs share initial weights and order. Fieller's
-    interval has all x at which Student's t does not reject a slope of 0, with the residual variance
-    per degree of freedom. The interval is the complete range if the parabola may open downward. The
-    result is empty with fewer than three different x or four degrees of freedom."""
+    Each seed has its own offset, because its runs share initial weights and order. Fieller's
+    interval has all x at which Student's t does not reject a slope of 0, or all x
+    if the parabola may open downward. The result is empty if there are fewer than three different x
+    or fewer than FEWEST_SPARE degrees of freedom."""
     at, values = np.asarray(x, float), np.asarray(y, float)
     levels = pd.get_dummies(pd.Series([*seeds], dtype=str)).to_numpy(float)
     design = np.column_stack([at, at**2, levels])

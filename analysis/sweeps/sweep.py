@@ -1,8 +1,8 @@
-"""Errors of many runs against a variable: one place for each panel (facet), line (hue) and x.
+"""Errors of many runs against a variable.
 
-A place has one result for each seed. Results at a place that differ in other variables are an
-error, because their mean has no meaning. Shapes that only swap tokens and channels have the same
-width and count once.
+A place is a combination of panel (facet), line (hue) and x. It has one result for each seed. If the
+results differ in other variables, the command fails, because the mean has no meaning. Shapes that
+only swap tokens and channels have the same width and count once.
 """
 
 import json
@@ -27,7 +27,7 @@ OF_SHAPES = {
     *("tokens", "channels", "log_cs", "patch_size", "model", "parameters", "multiply_adds"),
     "compute",
 }
-"""Variables in which shapes with swapped tokens and channels differ."""
+"""Variables that may differ between shapes with swapped tokens and channels."""
 LENGTHS = {"epochs", "compute", "samples", "step"}
 TITLES = {
     "width": "width m",
@@ -68,7 +68,6 @@ def with_variables(results: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 
 def _words_of(values: Sequence[Any], names: Names) -> str:
-    """Return the name of a line or panel."""
     words = []
     for value, name in zip(values, names, strict=True):
         if name == "log2_omega" and pd.notna(value):
@@ -85,8 +84,8 @@ def are_numbers(values: "pd.Series[Any]") -> bool:
 
 
 def grouped(results: pd.DataFrame, x: str, hue: Names, facet: Names) -> pd.DataFrame:
-    """Return sorted results with the columns `facet`, `hue` and `x`. Fail if results at a place
-    differ in more than the seed."""
+    """Return sorted results with the columns `facet`, `hue` and `x`. Raise UserError if results at
+    a place differ in more than the seed."""
     data, axes = with_variables(results)
     for name in filter(None, (x, *hue, *facet)):
         if name not in (*axes, *VARIABLES):

@@ -16,13 +16,13 @@ NOTES = (
     (
         "A cell has our top-1 in percent / the paper's number / the gap in percentage points. For"
         " several seeds or folds, our number is their mean, with the sample deviation and the"
-        " number n. +N counts skipped finished runs: other recipes, or earlier runs of a seed. ReaL"
-        " labels need source.real."
+        " number n. +N counts other finished runs: other recipes, or earlier runs of a seed. ReaL"
+        " labels need a dataset built with source.real."
     ),
     (
         "DA: crop, flip, auto-augment, erasing or mixing is on; for a linear probe, augmented"
-        " views. TTA: a tuned checkpoint with augmented views. A paper's row counts runs of its"
-        " model on the official split. These began from scratch with the same length, or from 400"
+        " views. TTA: a tuned checkpoint with augmented views. A paper's row has runs of its"
+        " model on the official split. Runs from scratch have the same length. Others follow 400"
         " epochs of ImageNet-21k (public checkpoint: 800) with the same augmentation. Runs on"
         " single folds have their own rows."
     ),
@@ -45,7 +45,6 @@ class Page(NamedTuple):
 
     @property
     def lines(self) -> list[list[str]]:
-        """Texts of the header, then of each row."""
         rows = zip(self.cells.index, self.cells.to_numpy().tolist(), strict=True)
         return [["", *self.cells.columns], *([name, *cells] for name, cells in rows)]
 
@@ -112,7 +111,7 @@ def table(results: pd.DataFrame) -> Result:
 
 
 def draw(cells: pd.DataFrame) -> Figure:
-    """Draw our number above the paper's number and the gap, in green if ours is not worse."""
+    """Draw our number above the paper's number and the gap. Green: not worse than the paper."""
     pages = list(pages_of(cells, between="\n"))
     name_inches = max(NAME_INCHES, CHARACTER_INCHES * cells.row.str.len().max() + 0.3)
     widths = [name_inches + CELL_INCHES * len(page.cells.columns) for page in pages]

@@ -3,8 +3,8 @@
 The Mixer paper is "Understanding MLP-Mixer as a Wide and Sparse MLP" (Hayase and Karakida, ICML
 2024). MLP is the standard MLP of Scaling MLPs (Bachmann et al., NeurIPS 2023), MLP-Inv has inverted
 bottlenecks. DA is data augmentation (random flips, crops and MixUp), TTA test-time augmentation.
-Numbers are top-1 in percent (100 minus the errors of the Mixer paper). Numbers that we have not
-seen in a paper are missing.
+Numbers are top-1 in percent (100 minus the errors of the Mixer paper). Only numbers printed in a
+paper are listed.
 """
 
 from typing import Literal, NamedTuple
@@ -14,7 +14,7 @@ from pretrain.models.spec import AnySpec
 
 MIXER, SCALING = "Understanding MLP-Mixer, ICML 2024", "Scaling MLPs, NeurIPS 2023"
 REAL = "-real"
-"""Suffix of a benchmark with reassessed labels."""
+"""Suffix of a benchmark with reassessed labels (ReaL)."""
 COLUMNS = {
     "cifar10": "CIFAR-10",
     "cifar100": "CIFAR-100",
@@ -26,7 +26,7 @@ COLUMNS = {
 JUDGED_ON = {
     each: "test" if each in ("cifar10", "cifar100", "stl10") else "val" for each in COLUMNS
 }
-"""Split on which each benchmark is evaluated officially."""
+"""Split on which each benchmark is officially evaluated."""
 Method = Literal["scratch", "tune", "probe", "tta", "knn"]
 
 
@@ -72,7 +72,7 @@ def _fig6(
     omega: str, target: str, length: str, shapes: dict[int, int], preset: str = "smixer_c128"
 ) -> Table:
     """Return the table of the S-Mixers in Table S.2 and of their RP variants. The paper prints
-    settings, and draws the errors in Figure 6. `shapes`: S by C."""
+    settings, and draws the errors in Figure 6. `shapes`: C -> S."""
     rows = tuple(
         Row(
             f"S {tokens}, C {channels}{', RP' if prefix else ''}",

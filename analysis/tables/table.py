@@ -1,9 +1,9 @@
 """The cells of the papers' tables, filled from the results table.
 
 Only finished runs count. Repetitions are runs of one recipe that differ only in seeds and folds. A
-cell prefers runs of the table's plan, because other plans train the same models with other batches
-or data. A cell shows the last recipe: the mean and sample deviation over the last run of each
-repetition. The cell also counts the other runs, because no run is selected by its accuracy.
+cell uses runs of the table's plan if there are any, because other plans train the same models with
+other batches or data. A cell shows the newest recipe: mean and sample SD over the newest run of
+each repetition. It also shows the number of other runs. No run is selected by its accuracy.
 """
 
 import re
@@ -67,7 +67,7 @@ def _by_numbers(name: str) -> list[str]:
 
 
 def entries_of(results: pd.DataFrame) -> pd.DataFrame:
-    """Return one row for each accuracy, with the names of its column and line in the table."""
+    """Return one row for each accuracy, with the names of its column and row in the table."""
     data = last_of_each_run(results)
     data = data[data.method.notna() & data.error.notna()]
     words = ["benchmark", "target", "model", "length", "start", "split", "fold"]
@@ -90,7 +90,6 @@ def entries_of(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def _row_name(entry: Any) -> str:
-    """Return the name of a run's row in our own table."""
     augmented = "" if entry.method == "knn" else " + DA" if entry.is_augmented else ", no DA"
     length = f", {entry.length}" if entry.method == "scratch" and "epoch" in entry.length else ""
     folds = ", per fold" if pd.notna(entry.fold) else ""
@@ -121,7 +120,7 @@ def _is_meant(entries: pd.DataFrame, row: Row, column: str) -> "pd.Series[bool]"
 
 
 def _statistics(entries: pd.DataFrame, plan: str) -> dict[str, Any]:
-    """Return the numbers of a cell for these runs, which are sorted by time."""
+    """Return the numbers of a cell. `entries` are sorted by time."""
     if entries.empty:
         return {"mean": None, "std": None, "num_repetitions": 0, "num_left_out": 0}
     own = entries[entries.plan == plan]

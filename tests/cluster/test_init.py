@@ -192,7 +192,7 @@ def test_typed_again_it_keeps_what_was_edited_and_mends_the_rest(
     program.symlink_to(tmp_path / "gone")
     capsys.readouterr()
     assert main(["init", str(tmp_path)]) == 0
-    assert f"kept, it differs from the file of the package: {site}\n" in capsys.readouterr().out
+    assert f"kept, although the package has another version: {site}\n" in capsys.readouterr().out
     assert (
         site.read_text() == "export SBATCH_PARTITION=mine\n"
         and script.is_file()

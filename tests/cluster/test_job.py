@@ -226,13 +226,13 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
 @pytest.mark.parametrize(("num_nodes", "is_enough"), [(3, True), (4, False)])
 def test_a_job_with_too_few_nodes_left_ends(job: Job, num_nodes: int, is_enough: bool) -> None:
     job.num_nodes = num_nodes
-    with nullcontext() if is_enough else pytest.raises(End, match="has 3 nodes;"):
+    with nullcontext() if is_enough else pytest.raises(End, match="has 3 nodes without n2;"):
         job.refuse_if_too_few(["n2"], {})
 
 
 def test_a_node_that_was_asked_for_and_is_bad_ends_the_job(job: Job) -> None:
     stand_in(Path(), "scontrol", "printf 'n2\\nn3\\n'")
-    with pytest.raises(End, match="--nodelist requests n2"):
+    with pytest.raises(End, match="--nodelist requests bad nodes"):
         job.refuse_if_too_few(["n2"], {"ReqNodeList": "n[2-3]"})
 
 
@@ -273,10 +273,10 @@ def test_the_end_that_slurm_brings_to_a_requeued_start_spares_what_the_start_sti
 @pytest.mark.parametrize(
     ("preempted", "words"),
     [
-        ("2026-01-01T10:00:07", "it was preempted"),  # within its first second
-        ("2026-01-01T10:00:01", "its ranks received a signal"),  # the start before it was
-        ("None", "its ranks received a signal"),
-        ("", "its ranks received a signal"),  # SLURM does not answer
+        ("2026-01-01T10:00:07", "the job was preempted"),  # within its first second
+        ("2026-01-01T10:00:01", "the ranks received a signal"),  # the start before it was
+        ("None", "the ranks received a signal"),
+        ("", "the ranks received a signal"),  # SLURM does not answer
     ],
 )
 def test_why_a_start_was_stopped(job: Job, preempted: str, words: str) -> None:
@@ -487,8 +487,8 @@ def starts(text: str) -> list[dict[str, Any]]:
         (2 * "here failed 60," + "there failed 60", ""),
         # another attempt's lock is no failure; for ever it does not go on, either
         (2 * "here failed 60," + 6 * "here busy 180,", ""),
-        (9 * "here busy 180,", "9 met another attempt that holds the run"),
-        ("here busy 180," + 8 * "here stopped 180,", "9 attempts without a new checkpoint"),
+        (9 * "here busy 180,", "9 found the run locked"),
+        ("here busy 180," + 8 * "here stopped 180,", "9 attempts made no new checkpoint"),
     ],
 )  # fmt: skip
 def test_when_a_job_gives_up(text: str, words: str) -> None:

@@ -221,7 +221,7 @@ def a_preempted_job_comes_back_though_only_its_ranks_received_the_signal(lab: Cl
     lab.wait(urgent, "COMPLETED")
     assert lab.wait(job, "COMPLETED")["Restarts"] == "1"
     assert ["got TERM" in log for log in lab.rank_logs(job)] == [True, True]
-    assert "it was preempted, srun ended with 0\n" in lab.log(job), lab.log(job)
+    assert "the job was preempted, srun ended with 0\n" in lab.log(job), lab.log(job)
 
 
 @scenario
@@ -259,7 +259,7 @@ def a_start_that_waits_for_anothers_lock_has_not_failed(lab: Cluster) -> None:
     assert lab.wait(job, "COMPLETED")["Restarts"] == "2"
     log = lab.log(job)
     assert (
-        log.count("runs/busy is held by another attempt (see above)") == 2
+        log.count("runs/busy is locked by another attempt (see above)") == 2
         and "process 5 on n9 holds it" in log
     ), log
     assert [each["how"] for each in read_attempts(lab.root / "jobs" / job / "attempts.jsonl")] == [
