@@ -28,6 +28,7 @@ findings: .venv/.installed $(if $(filter transfer,$(CLAIM)),transfer-data) $(if 
 	    $(BIN)/analysis collect $${plan}_rates.yaml --allow-incomplete --out $${table}_rates || exit 1; \
 	    [ -e $$plan.yaml ] || { echo "$$claim: the final plan does not exist yet"; continue; }; \
 	    $(BIN)/python -m cluster run $$plan.yaml && $(BIN)/analysis collect $$plan.yaml --out $$table || exit 1; \
+	    [ $$claim != sparse ] || $(BIN)/python benchmarks/findings.py cka || exit 1; \
 	done
 	$(BIN)/python benchmarks/findings.py
 

@@ -24,8 +24,8 @@ CEILINGS = {
     "finetune": 230_700,
     "analysis": 226_200,
     "cluster": 131_200,
-    "benchmarks": 161_900,
-    "tests": 1_465_000,
+    "benchmarks": 166_000,
+    "tests": 1_466_400,
 }
 
 

@@ -178,6 +178,48 @@ def test_the_conclusion_about_the_gain(
     assert conclusion in "\n".join(findings.gain(made_up(rows, "init", "width")))
 
 
+@pytest.mark.parametrize(
+    ("change", "conclusions"),
+    [
+        ({}, ["The claim holds.", "The claim holds."]),
+        ({"mixer-c32": 0.02}, ["features. The claim fails.", "The claim holds."]),
+        ({"rp-c4": -0.03}, ["The claim holds.", "features. The claim fails."]),
+        ({"sparse-m256": -0.03}, ["features. The claim fails."] * 2),
+        ({"sparse-p1": 0.2}, ["errors. The claim fails.", "errors. The claim fails."]),
+        ({"ceiling": 0.5}, ["errors. The claim fails.", "errors. The claim fails."]),
+        ({"noise": 0.01}, ["features.", "features."]),
+        ({"mixer-c4": 0.1, "mixer-c8": 0.1}, ["features.", "The claim holds."]),
+    ],
+)
+def test_the_conclusion_about_sparse_mlps(
+    findings: ModuleType, change: Mapping[str, float], conclusions: Sequence[str]
+) -> None:
+    """Errors of made-up networks fall with width. Their CKA is 0.5 with `sparse-m1024`, 0.4 with
+    `sparse-p1`, and 0.55 for two seeds of one network."""
+    widths = {name: m for each in findings.WIDTHS.values() for name, m in each.items()}
+    networks = dict.fromkeys(("sparse-m2048", *findings.DENSITIES), 1_024) | widths
+    rows = {
+        (name,): {"error": 0.1 + 0.01 * (10 - np.log2(m)) + change.get(name, 0) * (name in widths)}
+        for name, m in networks.items()
+    }
+    results = made_up({name: {"train_loss": 0, **row} for name, row in rows.items()}, "network")
+    noise = np.random.default_rng(1)
+    results["error"] += noise.normal(0, change.get("noise", 0), len(results))
+    entries = pd.DataFrame(findings.cka_pairs(), columns=["run_a", "run_b"])
+    is_same = [
+        a.partition("-seed")[0] == b.partition("-seed")[0]
+        for a, b in zip(entries.run_a, entries.run_b, strict=True)
+    ]
+    is_dense = entries.run_b.str.contains("sparse-p1")
+    cka = np.where(is_same, 0.55 + change.get("ceiling", 0), 0.5)
+    cka = np.where(is_dense, 0.4 + change.get("sparse-p1", 0), cka)
+    entries = entries.assign(on_diagonal=True, floor=0.0, cka=cka)
+    entries["cka"] += noise.normal(0, 1e-3, len(entries))
+    lines = findings.sparse(results, entries)
+    found = [line.partition(" Mixer: ")[2] for line in lines if " Mixer: " in line]
+    assert all(end in line for line, end in zip(found, conclusions, strict=True)), found
+
+
 def sizes_by_macs(spec: AnySpec) -> tuple[int, int, int, int]:
     """Return the layers, the width, the MACs and the number of parameters of an MLP."""
     assert isinstance(spec, MlpSpec)
