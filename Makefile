@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: benchmarks bounds cluster-test demo demos docs docs-lock findings gpu-dry-run gpu-tests launchers scaling-data study test check nightly soak stores lint types arrows tests transfer-data settings format lock clean-demo clean-demos
+.PHONY: benchmarks bounds cluster-test demo demos docs docs-lock findings gpu-dry-run gpu-tests launchers scaling-data study test check nightly soak stores lint types imports tests transfer-data settings format lock clean-demo clean-demos
 
 demo: .venv/.installed
 	$(BIN)/python demo.py
@@ -70,13 +70,13 @@ demos: .venv/.installed
 	$(BIN)/python -m analysis collect $(PLANS) --demo --out tests/analysis/points/demos.parquet
 
 test: .venv/.dev
-	$(MAKE) --no-print-directory lint arrows
+	$(MAKE) --no-print-directory lint imports
 	$(MAKE) --no-print-directory -j 2 types tests # types use the cores that are idle while pytest starts
 
 QUICK := "not processes and not slow and not nightly and not soak and not stores and not benchmarks"
 # Runs format, lint, types, imports, and the tests without a mark.
 check: .venv/.dev
-	$(MAKE) --no-print-directory lint types arrows
+	$(MAKE) --no-print-directory lint types imports
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m $(QUICK)
 
 # Runs long tests and those with other tools: SLURM on this machine (as root; apt-get install slurm-wlm munge slurmdbd mariadb-server),
@@ -118,7 +118,7 @@ lint: .venv/.dev
 types: .venv/.dev
 	$(BIN)/mypy
 
-arrows: .venv/.dev
+imports: .venv/.dev
 	$(BIN)/lint-imports
 
 tests: .venv/.dev

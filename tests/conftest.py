@@ -45,7 +45,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 Patch, Capture = pytest.MonkeyPatch, pytest.CaptureFixture[str]
 
 
-FIRST = ("tests/test_house.py", "tests/slurm/", "tests/faults/", "tests/distributed/")
+FIRST = ("tests/test_repository.py", "tests/slurm/", "tests/faults/", "tests/distributed/")
 """Tests of real runs, in this order."""
 MOST_CPU_S = 3.0
 """CPU time of a test without a mark. The machine's load does not change it much."""
