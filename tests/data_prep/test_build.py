@@ -349,7 +349,7 @@ def test_too_many_rejects_fail_every_time_and_still_leave_the_dataset(
     assert load_manifest(out).num_written == 7
     assert build(source, out, "max_reject_fraction=0.3") == 0
     assert (
-        f"read 10 = written 7 + rejected 3; {out}/rejected.jsonl lists them"
+        f"read 10 = written 7 + rejected 3; {out}/rejected.jsonl lists the reasons"
         in capsys.readouterr().out
     )
 

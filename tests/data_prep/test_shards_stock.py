@@ -142,4 +142,4 @@ def test_shards_that_mix_formats_are_told_of(
     )
     for encoding, said in (("jpeg", False), ("keep", True)):
         assert build(source, tmp_path / encoding, f"encoding={encoding}") == 0
-        assert ("the shards mix .jpg, .png. Hugging Face" in capsys.readouterr().err) == said
+        assert ("the shards mix .jpg, .png images" in capsys.readouterr().err) == said

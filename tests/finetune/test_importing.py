@@ -140,7 +140,7 @@ def test_a_timm_mixer_brings_its_own_config(
         "bicubic",
     )
     said = capsys.readouterr().out
-    assert "activation: gelu (the default" in said
+    assert "activation: gelu (default" in said
     assert "timm's transform: interpolation bicubic, crop_pct 0.875" in said
     cfg = {"mean": [0.0, 0.0, 0.0], "std": [1.0, 1.0, 1.0], "label_names": ["ant", "bee"]}
     cfg |= {"interpolation": "bilinear", "crop_pct": 0.9, "crop_mode": "squash"}
@@ -175,8 +175,8 @@ def test_the_average_of_a_training_file_is_taken_unless_the_weights_as_trained_a
     average = {name: tensor / 2 for name, tensor in raw.items()}
     torch.save({"state_dict": raw, "state_dict_ema": average}, tmp_path / "w")
     for words, taken, said in (
-        ([], average, "--weights raw imports"),
-        (["--weights", "raw"], raw, "--weights ema imports"),
+        ([], average, "--weights raw:"),
+        (["--weights", "raw"], raw, "--weights ema:"),
     ):
         out = tmp_path / f"out{len(words)}"
         assert main(["import", str(tmp_path / "w"), "--out", str(out), *words]) == 0

@@ -206,7 +206,7 @@ def test_lbfgs_says_why_it_ended_and_how_many_passes_it_took(
         return head.num_steps, capsys.readouterr().out
 
     assert told(5)[0] == 5 and 5 < told(500)[0] < 500 and told(500)[1] == ""
-    assert "increase epochs" in told(5)[1] and "increase epochs" not in told(500)[1]
+    assert "Increase epochs" in told(5)[1] and "Increase epochs" not in told(500)[1]
     uphill = Minimizer(torch.ones(3), tolerance=1e-6)
     while not uphill.is_done:
         uphill.update(float(uphill.num_passes), torch.full((3,), 1e-4))

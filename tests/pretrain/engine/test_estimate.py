@@ -56,7 +56,7 @@ def test_the_hours_of_a_config_are_its_floating_point_operations(
     assert pretrain(words.split()) == 0
     steps = -(-400 * 11_060_223 // 16_384)
     hours = steps * 16_384 * 6 * (114_270_208 + 1024 * (10_450 - 1000)) / 100e12 / 3600
-    assert f"at least {hours:.2g} GPU-hours for {steps:,} steps" in capsys.readouterr().out
+    assert f"{steps:,} steps take at least {hours:.2g} GPU-hours" in capsys.readouterr().out
 
 
 def test_a_batch_that_does_not_split_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ def test_without_augmentation_it_shows_the_stored_pictures_in_the_order_of_the_e
         main(["preview", str(config), *PLAIN, "--count", "4", "--epoch", "2", "--out", str(out)])
         == 0
     )
-    assert f"{out}: 4 pictures" in capsys.readouterr().out
+    assert f"{out}: 4 images" in capsys.readouterr().out
     sheet = np.asarray(Image.open(out))
     side = 16 * -(-CELL // 16)
     cell = sheet[MARGIN + HEAD : MARGIN + HEAD + side, MARGIN : MARGIN + side]

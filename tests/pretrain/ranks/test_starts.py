@@ -112,7 +112,7 @@ def test_a_file_system_without_locks_is_named(
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    with pytest.raises(UserError, match="no locks"), hold_run(tmp_path, lock_wait_s=0):
+    with pytest.raises(UserError, match="flock"), hold_run(tmp_path, lock_wait_s=0):
         pass
 
 
