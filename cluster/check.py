@@ -61,7 +61,7 @@ def check_python(_: Submission, environment: Mapping[str, str]) -> Iterable[Find
             )
         images = [word for word in words if word.endswith(".sif") and not os.access(word, os.R_OK)]
         if images:
-            problem, fix = f"{images[0]} is not readable", "build it as in docs/cluster.md"
+            problem, fix = f"the container {images[0]} is not readable", "build it as in docs/cluster.md"
     elif not os.access(".venv/bin/python", os.X_OK):
         problem = "there is no .venv, and RANK_PYTHON is not set"
     elif not is_laid_out and not Path(".venv/.installed").exists():
@@ -185,7 +185,7 @@ def check_slurm(submission: Submission, environment: Mapping[str, str]) -> Itera
         if done.returncode:
             is_taken = False
             limits = "sinfo -o '%P %l %D %c %m %G', sacctmgr show assoc user=$USER"
-            fix = f"fix SBATCH_... in site.env, or the options; limits: {limits}"
+            fix = f"fix SBATCH_... in site.env, or the options; {limits} print the limits"
             yield Finding("submission", "FAULT", f"sbatch rejects {script.name}: {answer}", fix)
     if is_taken:
         text = answer if submission.script else "sbatch accepts every job script"

@@ -530,7 +530,7 @@ class Job:
         try:
             wait_for_successor(at.array, at.task, successor)
         except SlurmError as error:
-            raise End(f"jobs that wait for {label} do not wait for {successor} ({error})") from None
+            raise End(f"jobs that depend on {label} cannot wait for {successor} ({error})") from None
         return End("", 0)
 
     def refuse_if_too_few(self, bad: list[str], about: dict[str, str]) -> None:
@@ -546,7 +546,7 @@ class Job:
             return  # requeue without this check
         left -= set(bad)
         if len(left) < self.num_nodes:
-            problem = f"partition {partition} has {len(left)} nodes without {','.join(bad)}"
+            problem = f"partition {partition} has {len(left)} nodes other than {','.join(bad)}"
             raise End(f"not requeued: {problem}; submit the job again with fewer --nodes")
 
     def exclude(self, nodes: str) -> None:
@@ -668,7 +668,7 @@ def submit_merge(job: Job, words: list[str]) -> None:
         sbatch = ("sbatch", "--parsable", *options, *script)
         noted.write_text(slurm(*sbatch, tries=6, environment=new_job(os.environ)))
     except SlurmError as error:
-        fix = "submit it after all parts: sbatch --array=0 cluster/data_prep.slurm --merge ..."
+        fix = "submit it after all tasks: sbatch --array=0 cluster/data_prep.slurm --merge ..."
         job.log(f"WARNING: the merge could not be submitted ({error}); {fix}")
 
 

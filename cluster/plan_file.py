@@ -68,31 +68,33 @@ class Entry(Settings):
     overrides: tuple[str, ...] = Field((), examples=[["train.duration=2 epochs"]])
     """Settings for all runs of the entry, as key.path=value."""
     for_each: Literal["pretrain", "finetune"] | None = None
-    """Run this entry for each run (and seed) of this section. This is an axis of the grid, named
-    `pretrained`, or `finetuned` for knn, evaluate and export. `evaluate` uses the dataset and split
-    that the run was evaluated on, unless the entry sets them."""
+    """Section whose runs this entry uses: the entry runs once for each run (and seed) of this
+    section. The axis in the grid is `pretrained`, or `finetuned` for the section finetune.
+    `evaluate` uses the dataset and split that the run was evaluated on, unless the entry sets them.
+    """
     checkpoints: tuple[str, ...] = Field((), examples=[["50 epochs", "100 epochs"]])
     """Milestone checkpoints (see checkpoint.milestones) to use instead of the last checkpoint of
-    each run. In run_dir, {pretrained} or {finetuned} then ends with the length."""
+    each run. In run_dir, {pretrained} or {finetuned} then ends with the length, such as -50epochs.
+    """
     grid: dict[str, Any] = Field(default_factory=dict, examples=[{"optimizer.lr": [0.0001, 0.001]}])
     """Grid axes. An axis is a setting with a list of values, or any name with cases ({case:
-    {setting: value, ...}, ...}). Every combination is a run. Not for prepare."""
+    {setting: value, ...}, ...}). Every combination is a run. Not valid in `prepare`."""
     seeds: tuple[int, ...] | None = Field(None, min_length=1, examples=[[0, 1, 2]])
     """Repeat each run with these seeds, which set train.seed (pretrain, finetune), the seed of the
-    heads (probe) or of the views (evaluate). Not for prepare."""
+    heads (probe) or of the views (evaluate). Not valid in `prepare`."""
     run_dir: str | None = Field(None, examples=["runs/plans/{name}/seed-{seed}"])
     """Run directory (or export) of each run; required for a grid. {name} is the name of the plan
-    file, {seed} the seed, {AXIS} the label on a grid axis, such as {optimizer.lr}. Not for prepare.
-    """
+    file, {seed} the seed, {AXIS} the label on a grid axis, such as {optimizer.lr}. Not valid in
+    `prepare`."""
     max_concurrent: int | None = Field(None, ge=1, examples=[4])
     """Largest number of runs at the same time on SLURM (the 4 in sbatch's --array=0-31%4). null: no
     limit."""
     nodes: int | None = Field(None, ge=1, examples=[4])
-    """Number of complete nodes for each run on SLURM. null: one node for a single pretraining, a
-    part of a node for other runs."""
+    """Number of complete nodes for each run on SLURM. null: one node for an entry with one
+    pretraining run, a part of a node for other runs."""
     gpus: int | None = Field(None, ge=0, examples=[4])
-    """Number of GPUs for each run on SLURM, all on one node, with the same fraction of the node's
-    CPUs and memory. null: one GPU, or none for an export. Not for prepare."""
+    """Number of GPUs for each run on SLURM, all on one node. The run gets the same fraction of the
+    node's CPUs and memory. null: one GPU, or none for an export. Not valid in `prepare`."""
     sbatch: tuple[str, ...] = Field((), examples=[["--time=24:00:00"]])
     """More options of sbatch for this entry, such as --time=24:00:00, or --array=0-31 to build a
     dataset in 32 tasks."""
@@ -167,13 +169,14 @@ class PlanSettings(Sections):
     source: tuple[dict[str, Any], ...] = Field(
         (), examples=[[{"section": "C.4", "settings": {"optimizer.lr": 0.02}}]]
     )
-    """Settings that a paper prints. An item has a section of the paper, and settings with all
-    values that the runs have. `where: {setting: value}` limits an item to some runs. `analysis
-    paper` lists the items."""
+    """Settings that a paper prints. An item names a section of the paper and, for each setting, all
+    values in the runs. `where: {setting: value}` limits an item to some runs. `analysis paper`
+    lists the items."""
     chosen: tuple[dict[str, Any], ...] = Field(
         (), examples=[[{"reason": "our seeds", "settings": {"train.seed": [0, 1]}}]]
     )
-    """Settings that no paper prints, with the reason for each value, in the form of `source`."""
+    """Settings that no paper prints, in the form of `source`, with a `reason` instead of `section`.
+    """
     demo: Sections | None = Field(None, examples=[{"pretrain": "configs/pretrain/demo_mlp.yaml"}])
     """Small variant of the plan on few images for two CPU cores (`wide-mlps run PLAN --demo`). Its
     sections replace all sections of the plan, except `figure` if the demo has none."""

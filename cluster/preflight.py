@@ -191,7 +191,7 @@ def check_node(world: World, read: Sequence[str]) -> Steps:
         yield found
         return
     if not expected and visible > world.num_local_ranks:
-        used = f"{visible} GPUs, of which the job uses {world.num_local_ranks}"
+        used = f"the job uses {world.num_local_ranks} of {visible} GPUs"
         text = f"{used}: request GPUs (SBATCH_GPUS_PER_NODE), or set RANKS_PER_NODE"
         faults.append(["idle gpus", text])
     device = device_of(world, visible)
@@ -339,12 +339,12 @@ def summary(found: Sequence[Findings], *, took_s: float) -> str:
     parts = [f"preflight: {len({each['node'] for each in found})} nodes, {len(found)} ranks"]
     parts.append(f"{took_s:.0f} s")
     for name, text in (
-        ("gb_per_s", "GB/s at least in an all-reduce"),
-        ("free_gb", "GB scratch free at least"),
+        ("gb_per_s", "GB/s in an all-reduce"),
+        ("free_gb", "GB of scratch free"),
     ):
         if values := [(each[name], each["node"]) for each in found if each.get(name)]:
             least, node = min(values)
-            parts.append(f"{least:.3g} {text} ({node})")
+            parts.append(f"at least {least:.3g} {text} ({node})")
     return ", ".join(parts)
 
 

@@ -58,8 +58,8 @@ def resolve(words: Sequence[str], snapshot: Path | None) -> Work:
             raise SettingsError("--array", f"{words[1]} is one run", fix, code="conflict")
         return Work(kind, kept(words[2], snapshot), tuple(words[3:]))
     if len(words) != 4 or not words[3].isdigit():
-        problem = "the arguments must be PLAN STAGE, in an array"
-        fix = "write overrides into the plan: cluster/submit cluster/grid.slurm PLAN STAGE"
+        problem = "needs PLAN STAGE and a job array"
+        fix = "run cluster/submit cluster/grid.slurm PLAN STAGE; put overrides into the plan"
         raise SettingsError("cluster/grid.slurm", problem, fix, code="bad-syntax")
     stage, index = load_plan(words[1], snapshot=snapshot).stage(words[2]), int(words[3])
     if index >= len(stage.members):

@@ -316,7 +316,7 @@ def without_secrets(url: str, *, remedy: str, field: str = "") -> str:
     addresses = "::".join(part for part in url.split("::") if not is_command(part))
     for found in _PLACE_IN_A_LIST.finditer(addresses):
         if secret := _secret_in(found[0]):
-            problem = f"{shown(found[0])} contains {secret}, which records would show"
+            problem = f"{shown(found[0])} contains {secret}, which records of it would show"
             raise UserError(field, problem, remedy, code="bad-value")
     return url
 

@@ -73,4 +73,4 @@ def in_tar(path: Path) -> list[Picture]:
 def _all_members(path: Path) -> Iterator[Member]:
     rest = yield from members(path)
     if rest is not None:
-        raise TarError(f"has data after its end mark, at byte {rest:,}; write one tar")
+        raise TarError(f"has data after its end mark (byte {rest:,}); pack all files into one tar")

@@ -319,7 +319,7 @@ class TarWriter:
 
 def header(name: str, num_bytes: int) -> bytes:
     if num_bytes > MAX_MEMBER_BYTES:
-        problem = f"{name}: {num_bytes:,} bytes are too many for a member"
+        problem = f"{name}: {num_bytes:,} bytes are too many for a file in a tar"
         raise ValueError(f"{problem} (at most {MAX_MEMBER_BYTES:,})")
     prefix, base = _split(name)
     size = b"%011o" % num_bytes
@@ -342,10 +342,10 @@ def _split(name: str) -> tuple[bytes, bytes]:
     slash."""
     encoded = name.encode("utf-8", "surrogateescape")
     if not encoded or b"\0" in encoded:
-        raise ValueError(f"{name!r} cannot name a member of a shard")
+        raise ValueError(f"{name!r} is not valid as a file name in a shard")
     if len(encoded) <= MAX_NAME_BYTES:
         return b"", encoded
     slash = encoded.find(b"/", len(encoded) - MAX_NAME_BYTES - 1)
     if slash < 0 or slash > MAX_PREFIX_BYTES or slash == len(encoded) - 1:
-        raise ValueError(f"{name!r} is too long for a member of a shard ({len(encoded)} bytes)")
+        raise ValueError(f"the file name {name!r} ({len(encoded)} bytes) is too long for a shard")
     return encoded[:slash], encoded[slash + 1 :]

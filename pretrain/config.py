@@ -222,8 +222,8 @@ class StreamSettings(Settings):
     """Number of undecoded samples in a stream's shuffle buffer, on each rank. data.shuffle=none
     keeps the stream's order."""
     eval_dataset: Address | None = Field(None, examples=["data/theirs"])
-    """Indexed dataset with the split `eval_split`, for evaluations of a stream's training.
-    Evaluations cannot read a stream."""
+    """Indexed dataset whose split `eval_split` is evaluated while a stream trains. A stream itself
+    cannot be evaluated."""
 
 
 class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
@@ -252,7 +252,7 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
     Every batch takes an equal part from each range, so batches do not depend on the number of
     nodes. Choose a multiple of the largest number of nodes: each node then reads only its own
     ranges. If the ranges of a node exceed its cache, add data.shuffle=block and set data.block_size
-    to the samples of a shard. 1: one order of all samples."""
+    to the number of samples in a shard. 1: one order of all samples."""
     last_batch: LastBatch = "carry"
     """Rule for the last batch of an epoch if the samples do not fill it. carry: fill the batch from
     the next epoch. drop: skip the batch. pad: repeat samples of the epoch."""
@@ -264,7 +264,7 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
     verify_hashes: Literal["on_first_read", "never"] = "on_first_read"
     """Check of the shards' hashes. on_first_read: hash each shard once per run, in the background,
     and stop the run at the first shard that differs from the manifest. Checkpoints do not wait for
-    this check. never: do not check shards that are read in place."""
+    this check. never: do not check shards that are read in place (copies are always checked)."""
     stage_dir: str | None = Field(None, examples=["/scratch"])
     """Directory on each node's own disk to which shards are copied before training. If the disk is
     too full, training prints a warning and reads the original shards. Remote shards use `cache_dir`
@@ -501,8 +501,8 @@ class ScheduleSettings(Settings):
     """Course of the learning rate after the warm-up. constant: unchanged. cosine, linear: decay to
     final_lr. wsd (warm-up, stable, decay): constant, then linear decay during the cooldown."""
     warmup: Duration = Field("0 steps", examples=["5 epochs"])
-    """Length of the linear warm-up to optimizer.lr. If the warm-up is not shorter than the run, a
-    tenth of the run is used."""
+    """Length of the linear warm-up to optimizer.lr. If it is not shorter than the run, the warm-up
+    is a tenth of the run."""
     warmup_from: float | None = Field(None, ge=0, examples=[1e-06])
     """Learning rate of the first step (default: optimizer.lr divided by the number of warm-up
     steps)."""

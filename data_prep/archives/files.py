@@ -109,7 +109,7 @@ def folders_and_files(place: Path) -> tuple[list[str], list[str]]:
         raise SourceError(
             "source.path",
             f"{len(odd):,} entries of {place} are neither folders nor files ({', '.join(odd[:3])})",
-            "fix or remove them: each may be a class or a split",
+            "fix or remove them: each may be a missing class or split",
             code="unknown-format",
         )
     names = {kind: [name for name in kinds if kinds[name] == kind] for kind in ("folder", "file")}

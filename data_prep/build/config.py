@@ -52,13 +52,13 @@ class BuildSettings(ImageSpec):
     classes_file: str | None = Field(None, examples=["classes.txt"])
     """Text file with one class to keep per line, instead of `classes`."""
     exclude: tuple[str, ...] = Field((), examples=[["duplicates.jsonl"]])
-    """Lists of images to skip, written by `data_prep dedup`."""
+    """Files that list images to skip, written by `data_prep dedup`."""
     per_class: dict[str, Annotated[int, Field(ge=1)]] | None = Field(
         None, examples=[{"train": 100, "val": 50}]
     )
-    """Number of randomly drawn images per class, by split. Classes with fewer images and splits
-    without a number are omitted. If the source has no `val`, the images of `val` are drawn from
-    `train`, and byte-equal files of a folder stay in one split. null: all images."""
+    """Number of random images of each class, for each split. Classes with fewer images and splits
+    without a number are skipped. If the source has no `val`, `val` images come from `train`.
+    Byte-equal files of a folder then stay in one split. null: all images."""
     samples_per_shard: int = Field(DEFAULT_SHARD, ge=1, le=1_000_000)
     """Number of images in a shard; the last shard of a split may have fewer. The default makes up
     to 16 smaller shards, of at least 512 images, from a split of fewer than 131,072 images. Up to

@@ -204,7 +204,7 @@ def publish(work: Workplan, source: Source, records: list[ShardRecord]) -> Manif
     if len(extensions) > 1:  # `datasets` takes its columns from the first samples
         print(
             f"data_prep: the shards mix {', '.join(extensions)} images. Hugging Face's package "
-            "datasets fails on such shards, or silently drops the images of one format. To use it, "
+            "datasets fails on such shards, or silently drops the images of one format. For it, "
             "build with encoding=jpeg or encoding=raw.",
             file=sys.stderr,
         )

@@ -252,7 +252,7 @@ def _check_decoder(begun: Workplan) -> None:
             "out",
             f"{begun.directory} was begun with {begun.decoder}, but this environment has "
             f"{decoder_version()}",
-            "continue with the first versions, or remove the directory and build again",
+            "install the first versions to continue, or remove the directory and build again",
             code="changed",
         )
 
@@ -396,7 +396,7 @@ def _write_orders(
     if paths and not len(excluded):
         raise UserError(
             "exclude",
-            f"none of the {len(paths):,} listed paths is in this source (such as {min(paths)})",
+            f"none of the {len(paths):,} listed paths ({min(paths)}, ...) is in this source",
             "give a list that was made from this source",
             code="mismatch",
         )

@@ -224,7 +224,7 @@ def _index(directory: Path, shard: Shard) -> NDArray[np.int64]:
     index = load_index(directory, shard)
     wrong = np.flatnonzero(np.diff(index[:, 0]) <= 0)
     if len(wrong):
-        problem = f"row {wrong[0] + 1} is not after row {wrong[0]}"
+        problem = f"the offset does not increase from row {wrong[0]} to {wrong[0] + 1}"
         raise DatasetError(shard.index_file, problem, code="damaged")
     return index
 

@@ -17,7 +17,7 @@ MANY = 0.05
 
 
 def add_verbs(verbs: Verbs) -> None:
-    words = "make a dataset of some samples of another, without copying images"
+    words = "make a dataset from samples of another dataset, without copying images"
     examples = "data_prep subset data/mine --out data/mine-tenth --fraction 0.1"
     after_a_stop = "nothing was published; run the same command again"
     subset = add_verb(
@@ -37,7 +37,7 @@ def add_verbs(verbs: Verbs) -> None:
         "--count",
         type=at_least(1),
         metavar="N",
-        help="number of samples, in the proportions of the classes",
+        help="total number of samples; classes keep their proportions",
     )
     subset.add_argument(
         "--per-class", type=at_least(1), metavar="N", help="number of samples of every class"
@@ -49,7 +49,7 @@ def add_verbs(verbs: Verbs) -> None:
         "--seed",
         type=at_least(0),
         default=0,
-        help="seed of the choice; larger subsets of one seed contain the smaller ones",
+        help="seed of the choice; with one seed, larger subsets contain smaller ones",
     )
     subset.add_argument(
         "--classes-file", metavar="FILE", help="text file with one class to keep per line"
@@ -90,7 +90,7 @@ def add_verbs(verbs: Verbs) -> None:
         "--max-hamming",
         type=int,
         metavar="N",
-        help=f"maximum Hamming distance of near duplicates, in bits of 64 (default: {NEAR})",
+        help=f"maximum Hamming distance of near duplicates (64-bit hashes) (default: {NEAR})",
     )
     how.add_argument("--exact", action="store_true", help="list only images with equal pixels")
     dedup.add_argument("--out", metavar="LIST.jsonl", help="exclusion list to write")

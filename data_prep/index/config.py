@@ -39,7 +39,7 @@ class IndexSettings(Settings):
     """Dataset name in manifests and reports (default: the last part of `out`)."""
     storage: dict[str, Any] = Field(default_factory=dict, examples=[{"anon": True}])
     """Options for fsspec, for example {anon: true} or {endpoint_url: ...} for s3, {params: {key:
-    ...}} for http. They are never written to disk."""
+    ...}} for http. Options are never written to disk."""
     num_attempts: int = Field(NUM_ATTEMPTS, ge=1)
     """Number of attempts to read from a server. The pauses between them grow."""
     image_size: int = Field(64, ge=8, le=1024)

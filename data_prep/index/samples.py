@@ -190,7 +190,7 @@ def _picture(sample: StockSample, plan: IndexPlan) -> Member:
     pictures = _pictures(sample, plan)
     listed = " ".join(f".{printable(suffix)}" for suffix in sorted(suffixes))
     if len(pictures) > 1:
-        raise Rejection("several_images", f"{len(pictures)} members of {listed} are images"[:200])
+        raise Rejection("several_images", f"{len(pictures)} of the members {listed} are images"[:200])
     if not pictures:
         raise Rejection("no_image", f"no image among {listed}"[:200])
     if pictures[0].num_bytes > MAX_PICTURE_BYTES:
@@ -214,7 +214,7 @@ def _label(descriptor: int, sample: StockSample, plan: IndexPlan) -> int | str:
             "no_label", f"no member ends in .{wanted}; {_where_else(descriptor, sample)}"
         )
     if member.num_bytes > MAX_LABEL_BYTES:
-        raise Rejection("bad_label", f"it has {member.num_bytes:,} bytes")
+        raise Rejection("bad_label", f"the label has {member.num_bytes:,} bytes")
     return label_of(_read(descriptor, member), plan.settings.label, classes=plan.numbers)
 
 

@@ -122,7 +122,7 @@ class CifarSource(RecordSource, of=CifarSettings):
 def _unpickle(data: bytes) -> dict[str, Any]:
     for opcode, argument, _ in pickletools.genops(data):  # raises ValueError for wrong lengths
         if "PUT" in opcode.name and int(argument or 0) > len(data):
-            raise ValueError("an offset beyond its length")  # pickle would reserve the memory
+            raise ValueError("the pickle has an index beyond its length")  # pickle would reserve the memory
     value = _Unpickler(io.BytesIO(data), encoding="bytes").load()
     if not isinstance(value, dict):
         raise ValueError("no dict")
@@ -148,7 +148,7 @@ class _Unpickler(pickle.Unpickler):
                 return lambda code, *_: _Type(_text(code))
             case "_codecs.encode":
                 return lambda text, _: text.encode("latin1")
-        raise ValueError(f"the global {module}.{name}, which an array of numbers does not need")
+        raise ValueError(f"the pickle refers to {module}.{name}, but arrays do not need this")
 
 
 class _Type(str):

@@ -47,7 +47,7 @@ class DatasetSettings(Settings):
     splits: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], dict[str, Any]] = Field(
         min_length=1, examples=[{"train": {"root": "downloads", "split": "train"}}]
     )
-    """Split -> keyword arguments of the factory."""
+    """Keyword arguments of the factory for each split."""
     class_names: tuple[str, ...] | None = Field(None, examples=[["zero", "one"]])
     """Class names. Default: `classes` of the object; without `classes`, numbers."""
 
@@ -83,7 +83,7 @@ class DatasetSource(Source, of=DatasetSettings):
         num_classes = len(self._classes())
         for place, label in zip(places, labels, strict=True):
             if label != UNLABELLED and not 0 <= label < num_classes:
-                problem = f"item {place} has the label {label} of {num_classes} classes"
+                problem = f"item {place} has the label {label}, but there are {num_classes} classes"
                 raise _mistake(split, problem, "set source.class_names", code="mismatch")
         return Entries.of([(f"{place:08d}", place, 0) for place in places], label=labels)
 

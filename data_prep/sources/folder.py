@@ -51,9 +51,9 @@ class FolderSettings(Settings):
     columns: dict[Literal["file", "label", "split"], str] = Field(
         default={}, examples=[{"label": "species"}]
     )
-    """Column names in the table, by role. Set this only if the columns have unusual names or if
-    several columns fit. Common names (`file`, `path`, `image_id`, ...; `label`, `class`, ...;
-    `split`) are recognized."""
+    """Columns of the table with the file, label and split. Set this only if the columns have
+    unusual names or if several columns fit. Common names (`file`, `path`, `image_id`, ...; `label`,
+    `class`, ...; `split`) are recognized."""
 
 
 class FolderSource(Source, of=FolderSettings):

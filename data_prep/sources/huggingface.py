@@ -42,11 +42,11 @@ class HuggingFaceSettings(Settings):
 
     kind: Literal["huggingface"]
     path: str = Field(examples=["downloads/beans"])
-    """Folder of save_to_disk, a Parquet file, or a folder of Parquet files with splits in their
-    names (train-00000.parquet)."""
+    """Folder that save_to_disk wrote, a Parquet file, or a folder of Parquet files with splits in
+    their names (train-00000.parquet)."""
     columns: dict[Role, str] = Field(default={}, examples=[{"image": "img", "label": "fine_label"}])
-    """Column names by role. Default: the only image column, and the only ClassLabel column or else
-    the only column with a usual label name."""
+    """Columns of the image and the label. Default: the only image column; the only ClassLabel
+    column or, if there is none, the only column with a usual label name."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
     """Fraction of each class of `train` that becomes `val`, if there is no `val`."""
     seed: int = Field(0, ge=0)

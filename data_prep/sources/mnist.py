@@ -78,7 +78,7 @@ class MnistSettings(Settings):
     transposed: bool = False
     """Swap rows and columns of the images, for EMNIST."""
     class_names: tuple[str, ...] | None = Field(None, examples=[["zero", "one"]])
-    """Class names. Default: the names of the `variant`; numbers, if it is other."""
+    """Class names. Default: the names of the `variant`, or numbers if variant=other."""
     md5: Md5Policy = "published"
 
 
@@ -145,8 +145,8 @@ class MnistSource(RecordSource, of=MnistSettings):
         data, begin = self._data(self.path / name), 4 + 4 * num_dimensions
         with report_damage(self.path / name):
             if len(data) < begin or data[:4] != bytes([0, 0, _UINT8, num_dimensions]):
-                raise ValueError(f"no idx file of bytes in {num_dimensions} dimensions")
+                raise ValueError(f"no idx file with uint8 values in {num_dimensions} dimensions")
             shape = np.frombuffer(data[4:begin], ">u4").tolist()
             if len(data) - begin != math.prod(shape) or not all(shape[1:]):
-                raise ValueError(f"{len(data) - begin:,} values for the shape {shape}")
+                raise ValueError(f"{len(data) - begin:,} values, but the shape is {shape}")
             return np.frombuffer(data, np.uint8, offset=begin).reshape(shape)

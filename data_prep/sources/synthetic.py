@@ -79,7 +79,7 @@ class SyntheticSettings(Settings):
 
     kind: Literal["synthetic"]
     class_set: Literal["a", "b"] = "a"
-    """Set of classes. The two sets are disjoint, for pretraining and transfer."""
+    """Set of classes: a for pretraining, b for transfer. The sets share no class."""
     num_classes: int = Field(48, ge=2, le=48)
     """Number of classes of the set."""
     num_train_per_class: int = Field(100, ge=1)

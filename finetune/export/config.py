@@ -54,7 +54,8 @@ class ExportSettings(Settings):
     revision: str | None = Field(None, examples=["v2"])
     """Branch to push to. Default: main."""
     private: bool = True
-    """true: create a private repository, and fail if the repository is public."""
+    """true: create a private repository, and fail if it exists and is public. false: create a
+    public repository."""
     record: RecordSettings = RecordSettings()
     allow_import: AllowedImport = None
 

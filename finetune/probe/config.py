@@ -114,10 +114,10 @@ class ProbeSettings(FeatureSettings):
     features: Literal["auto", "cache", "stream"] = "auto"
     """cache: compute features once and keep them on disk. stream: compute features again for each
     batch, divided over all ranks. auto: cache, or stream if the features exceed `cache_gb` or the
-    free space. The trained heads are the same."""
+    free space. The choice does not change the trained heads."""
     cache_gb: float = Field(100.0, ge=0)
-    """Largest size of new features on disk, in GB. Larger features are streamed with features=auto,
-    and are an error with features=cache or optimizer=lbfgs."""
+    """Disk space for newly cached features, in GB. If they need more, features=auto streams them;
+    features=cache and optimizer=lbfgs fail."""
     optimizer: HeadOptimizer = _DEFAULT
     """Optimizer of the linear heads. lbfgs: logistic regression that minimizes cross-entropy +
     weight_decay / 2 |W|^2 until convergence. lion and adamw decouple weight decay from the

@@ -146,7 +146,7 @@ class MixerSpec(Settings):
     """Number of layers in a mixing. 2: W2 act(W1 x), the MLP-Mixer. 1: act(W x), the S-Mixer, which
     has no gamma."""
     num_tokens: int | None = Field(None, ge=1, examples=[64])
-    """Number of tokens S (default: one token per patch). If S is set, the skip path of the first
+    """Number of tokens S. Default: S0, one token per patch. If S is set, the skip path of the first
     block is LN(W~ X), even if S = S0. W~ is an S x S0 matrix."""
     permuted_blocks: BlockNumbers = Field((), examples=["all", [0, 3]])
     """Numbers of the blocks (from 0) whose mixings read and write entries in a random order, fixed
@@ -223,7 +223,7 @@ class SparseMlpSpec(Settings):
     num_channels: int = Field(48, ge=1)
     """Number of outputs of the first layer for each patch (C)."""
     width: int | None = Field(None, ge=1, examples=[1024])
-    """Number of entries of the hidden vector (m). Default: S0 C."""
+    """Number of entries of the hidden vector (m). Default: S0 C, for S0 patches."""
     depth: int = Field(8, ge=1)
     """Number of sparse blocks."""
     density: float = Field(0.5, gt=0, le=1)
@@ -235,7 +235,7 @@ class SparseMlpSpec(Settings):
     """Apply a second activation: x + act((M2 * W2) act((M1 * W1) LN(x))), equation (S.17). Appendix
     C.1 of the paper omits this activation. This needs `expansion`."""
     widen: Literal["dense", "sparse"] = "dense"
-    """Layer from S0 C to m entries, which the paper does not print. sparse: the layer has the
+    """Type of the layer from S0 C to m entries (not in the paper). sparse: the layer has the
     density of the blocks. dense: the layer may have more connections than a block."""
     final_norm: bool = False
     """Use a LayerNorm between the last block and the classifier. Section A.2.5 of the paper does
@@ -243,7 +243,7 @@ class SparseMlpSpec(Settings):
     init_gain: Literal["spectral"] | None = None
     """Scale of the initial weights. spectral: the largest singular value of each matrix in a block
     is 1 + sqrt(gamma), as for a dense matrix. null: the largest singular value grows with the width
-    at a fixed Omega."""
+    at a fixed Omega (number of connections)."""
     storage: Literal["auto", "masked", "sparse"] = "auto"
     """Storage of the matrices. masked: a dense matrix times a mask. sparse: only the connections.
     auto: sparse if density is at most 0.05."""

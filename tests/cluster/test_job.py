@@ -226,7 +226,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
 @pytest.mark.parametrize(("num_nodes", "is_enough"), [(3, True), (4, False)])
 def test_a_job_with_too_few_nodes_left_ends(job: Job, num_nodes: int, is_enough: bool) -> None:
     job.num_nodes = num_nodes
-    with nullcontext() if is_enough else pytest.raises(End, match="has 3 nodes without n2;"):
+    with nullcontext() if is_enough else pytest.raises(End, match="has 3 nodes other than n2;"):
         job.refuse_if_too_few(["n2"], {})
 
 
