@@ -2,8 +2,8 @@
 
 The order is timm's: crop, flip, auto-augment (in integer levels, as PIL), normalize, random
 erasing, MixUp or CutMix. All random numbers are hashes of (seed, epoch, sample) or of the mixed
-pair, so images do not depend on rank, worker or resume. All implementations give equal integer
-levels; other images agree within the rounding of a matrix product.
+pair, so images do not depend on rank, worker or resume. Integer levels are equal in all
+implementations; float images agree within the rounding of a matrix product.
 
 The papers' recipe (crop, flip, MixUp, normalize) is one pass: compiled loops on a CPU (on_cpu.py),
 a kernel on a GPU (on_gpu.py). The kernel also resizes for other recipes.
@@ -177,8 +177,7 @@ class Augmentation:
     def _finished(
         self, images_BHWC: Tensor, boxes: Boxes, *, weights: Floats | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Crop, mix and normalize in one pass. Return the images and the weights on the same
-        device."""
+        """Crop, mix and normalize in one pass. Return images and weights."""
         size, dtype, area = self.image_size, self.dtype, self._area
         if self._kernels:
             made: tuple[Tensor, Tensor | None] = self._kernels.crop_mix_normalize(
@@ -245,7 +244,6 @@ class Augmentation:
         return boxes, np.ones(count, bool) if settings.plain_filter == "bicubic" else None
 
     def _are_complete(self, boxes: Boxes, *, stored: int) -> bool:
-        """Return True if every box is a complete image that has the model's size already."""
         extents = np.concatenate([boxes.height, boxes.width])
         return stored == self.image_size and bool((extents == stored).all())
 

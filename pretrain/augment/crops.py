@@ -52,7 +52,8 @@ def central_boxes(size: int, aspects_B: Floats, *, fraction: float) -> Boxes:
 
 
 def _largest(size: int, ratio_B: Floats, *, fraction: float = 1.0) -> tuple[Floats, Floats]:
-    """Return integer width and height of the largest boxes with these aspect ratios."""
+    """Return integer width and height of the largest boxes with these aspect ratios in a stored
+    square, times `fraction`."""
     sides = np.minimum(1.0, ratio_B), np.minimum(1.0, 1 / ratio_B)
     width, height = (np.maximum(1.0, np.round(size * fraction * side)) for side in sides)
     return width, height
@@ -97,7 +98,6 @@ def draw_boxes(
         rows = rows[~found[rows]]
         if not len(rows):
             break
-    # if no try fits, take the largest center crop of an allowed ratio
     widest, tallest = _largest(stored_size, np.clip(aspects_B, narrow, wide) / aspects_B)
     height, width = np.where(found, height, tallest), np.where(found, width, widest)
     top = np.floor(draws.uniform(Purpose.CROP_TOP) * (stored_size - height + 1))
@@ -132,7 +132,7 @@ def resample(
     across_BWOC = down_BOWC.permute(0, 2, 1, 3).reshape(batch, width, size * colors)
     out_BOOC = _product(columns_BOW, across_BWOC).view(batch, size, size, colors)
     out_BCOO = out_BOOC.permute(0, 3, 2, 1)
-    return out_BCOO if cubic is None else out_BCOO.clamp(0, 255)  # a cubic overshoots
+    return out_BCOO if cubic is None else out_BCOO.clamp(0, 255)  # the cubic filter can overshoot
 
 
 def resample_levels(
@@ -171,8 +171,9 @@ def axis_weights(
     """Return the weights (B, O, stored_size) of an antialiased resize of [start, start + extent) to
     `size` pixels.
 
-    `enlarged_B`: use INTER_AREA; True for an image if its box is enlarged in width or height.
-    Fixed-point weights have 15 fractional bits, before and after the division by their sum.
+    `enlarged_B`: if set, use INTER_AREA. An entry is True if the image's box is enlarged in width
+    or height. Fixed-point weights have 15 fractional bits, before and after the division by their
+    sum.
     """
     device = start_B.device
     start_B11, extent_B11 = start_B.view(-1, 1, 1), extent_B.view(-1, 1, 1)
@@ -189,7 +190,7 @@ def axis_weights(
         inside_B1H = (pixel_11H > start_B11) & (pixel_11H < start_B11 + extent_B11)
         weights_BOH = weights_BOH * inside_B1H
     else:
-        # divide last: pixel edges are exact
+        # divide last, so that pixel edges are exact
         begin_BO1, end_BO1 = out_BO1 * extent_B11 / size, (out_BO1 + 1) * extent_B11 / size
         weights_BOH = _covered(
             pixel_11H - 0.5 - start_B11, begin_BO1, end_BO1, enlarged_B.view(-1, 1, 1)
@@ -282,9 +283,9 @@ def _weights(
 
 
 def _covered(start_B1H: Tensor, begin_BO1: Tensor, end_BO1: Tensor, enlarged_B11: Tensor) -> Tensor:
-    """Return the fraction of each output pixel [begin, end) that the pixel at `start` covers. If
-    either side is enlarged, OpenCV uses at most two pixels: the second one gets the remaining
-    weight."""
+    """Return the weight of each input pixel (at `start`) in each output pixel [begin, end): the
+    covered fraction. If a side is enlarged, OpenCV reads at most two input pixels. The second one
+    gets the remaining weight."""
     covered_BOH = (
         torch.minimum(start_B1H + 1, end_BO1) - torch.maximum(start_B1H, begin_BO1)
     ).clamp(min=0)

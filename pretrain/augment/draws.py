@@ -1,8 +1,9 @@
 """Random numbers of the augmentation. Each number is a hash of a purpose and an image (seed, epoch,
 sample) or a pair of images.
 
-The generators have no state, so numbers do not depend on ranks, workers, batches or a resume. Give
-each new purpose a new number, and never change or reuse a number: resumed runs depend on it.
+The generators have no state, so numbers do not depend on ranks, workers, batches or a resume. If
+you add a purpose, give it an unused value of `Purpose`. Never change a value: resumed runs depend
+on it.
 """
 
 from collections.abc import Mapping
@@ -41,8 +42,8 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True)
 class Draws:
-    """Random numbers for every image (or pair) of a batch. Arrays in `more` number several draws of
-    one purpose. Each array adds an axis to the result."""
+    """Random numbers for every image (or pair) of a batch. Each array in `more` contains the
+    numbers of several draws for one purpose, and adds an axis to the result."""
 
     keys: tuple[ArrayLike, ...]
 
@@ -92,8 +93,8 @@ def _with_axes(numbers: ArrayLike, axes: int) -> ArrayLike:
 def first_that(
     fits: NDArray[np.bool_], *tries: NDArray[Any]
 ) -> tuple[NDArray[np.bool_], list[NDArray[Any]]]:
-    """Return a mask of the rows with a try that fits, and each row's numbers of the first such try.
-    Tries are on the last axis."""
+    """Return a mask of the rows in which a try fits, and from each array in `tries` the values of
+    the first fitting try. Tries are on the last axis."""
     first = np.expand_dims(fits.argmax(axis=-1), -1)
     return np.asarray(fits.any(axis=-1)), [
         np.take_along_axis(each, first, axis=-1)[..., 0] for each in tries

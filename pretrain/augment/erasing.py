@@ -2,8 +2,8 @@
 O size, C colors.
 
 The blocks of an image cover 2 % to a third of its area, and have aspect ratios from 0.3 to 1/0.3. A
-block is filled with 0 (the mean color), one normal color, or normal noise. Noise depends on a key
-for the image and on the pixel's position, not on the batch.
+block is filled with 0 (the mean color), one normally distributed color, or normal noise. Noise
+depends on a key for the image and on the pixel's position, not on the batch.
 """
 
 import math

@@ -50,7 +50,7 @@ class Ahead(Generic[T]):
         """`waits`: function that waits for a future of the thread."""
         self._batches, self._make, self._waits = batches, make, waits
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._device = self._stream.device  # with a number, unlike accelerate's device
+        self._device = self._stream.device  # has an index, unlike accelerate's device
         # constants of the augmentation may still be copied on the current stream
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._thread = ThreadPoolExecutor(

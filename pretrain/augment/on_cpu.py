@@ -7,8 +7,8 @@ in one pass. At 64 px they process 61,000 images per CPU second, and the matrix 
 The two neighbors of a MixUp pair are computed together, one output row at a time:
 
 1. Resize the source rows of the output row across, into a ring of a few planar float rows. One
-   8-byte load reads two RGB neighbors of an output pixel, so the code needs little-endian and spare
-   bytes after the last image.
+   8-byte load reads two RGB neighbors of an output pixel, so the code needs a little-endian CPU,
+   and spare bytes after the last image.
 2. Resize down, mix, normalize and round over contiguous floats, which LLVM vectorizes.
 
 A pair needs 12 KB at 64 px and 43 KB at 224 px and stays in the core's cache. LLVM vectorizes the
@@ -153,13 +153,13 @@ def _check(images_BHWC: Tensor, boxes: "Boxes", weights: NDArray[np.float64] | N
 
 
 def _most_taps(ratio: float) -> int:
-    """Return an even upper bound for the source pixels (taps) of an output pixel."""
+    """Return an even upper bound for the number of source pixels (taps) of an output pixel."""
     return 2 * ((int(np.ceil(2 * max(ratio, 1.0))) + 2) // 2)
 
 
 def _words(images_BHWC: Tensor, *, spare: int) -> tuple[Words, Words, int]:
-    """Return 8-byte words that begin at each byte of the images. Also return such words of a padded
-    copy of the last images, and the number of copied images.
+    """Return a view of the images as 8-byte words: word i begins at byte i. Also return such a view
+    of a padded copy of the last images, and the number of copied images.
 
     A load may read `spare` bytes after its image. These bytes are multiplied by zero.
     """
@@ -200,7 +200,7 @@ def _taps(
     weights: Floats,
 ) -> int:
     """Compute the first source pixel and the weights (taps, O) of each output pixel, as
-    `axis_weights`. Return the largest number of taps."""
+    `axis_weights` does. Return the largest number of taps."""
     size = first.shape[0]
     ratio = extent / size
     support = max(ratio, 1.0)
@@ -208,8 +208,8 @@ def _taps(
     for o in range(size):
         at = size - 1 - o if mirror else o
         center = start + (o + 0.5) * ratio
-        # the first pixel whose center may count; rounding may give one too early, whose weight is
-        # not positive
+        # the first pixel that may have a weight; rounding may give the pixel before it, whose
+        # weight is then not positive
         low = max(int(max(center - support, start) - 0.5), 0)
         taps, total = 0, 0.0
         for pixel in range(low, stored):
@@ -263,7 +263,6 @@ def _area_taps(
 
 @_inner
 def _settle(weights: Floats, at: int, taps: int, total: float) -> None:
-    """Divide the weights by their sum, and set unused weights to zero."""
     for k in range(taps):
         weights[k, at] /= total
     for k in range(taps, weights.shape[0]):
@@ -325,7 +324,6 @@ def _finish(
     b: int,
     o: int,
 ) -> None:
-    """Mix two output rows of three color planes, and normalize them."""
     for c in range(3):
         mine, his, line = own[c], other[c], out[b, c, o]
         u, v, w = np.float32(share * scale[c]), np.float32((1 - share) * scale[c]), shift[c]

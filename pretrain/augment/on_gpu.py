@@ -1,10 +1,10 @@
 """Crop, resize, flip, MixUp and normalize a batch on a GPU in one pass.
 
-The Triton kernel `_gather` must equal `resample`, `resample_levels` and MixUp (and on_cpu.py). A
-program makes a block of output pixels from stored uint8 pixels and writes the model's type. For
-`mixup_pairing: adjacent` one program makes both images of a pair. For `ffcv` each program makes its
-own image and the previous image. Levels equal torch's bit for bit: divisions are IEEE's and no
-product is fused with a sum. Floats agree within rounding.
+Results of the Triton kernel `_gather` must equal `resample`, `resample_levels` and MixUp (and
+on_cpu.py). A program makes a block of output pixels from stored uint8 pixels and writes the model's
+type. For `mixup_pairing: adjacent` one program makes both images of a pair. For `ffcv` each program
+makes its own image and the previous image. Levels equal torch's bit for bit: divisions are IEEE's
+and no product is fused with a sum. Floats agree within rounding.
 
 The kernel is a custom operator: with fake tensors nothing is launched.
 """
@@ -225,7 +225,7 @@ def _made(
     if not LEVELS:
         once = tl.div_rn(1.0, down_total * across_total)
         red, green, blue = red * once, green * once, blue * once
-        if CUBIC:  # overshoots
+        if CUBIC:  # the filter can overshoot
             red, green, blue = (
                 tl.clamp(red, 0.0, 255.0),
                 tl.clamp(green, 0.0, 255.0),
@@ -239,7 +239,7 @@ def _axis(at, start, extent, size, cubic, AREA: tl.constexpr, CUBIC: tl.constexp
     """Return the first stored pixel of each output pixel on one axis, and the numbers that `_share`
     needs."""
     ratio = tl.div_rn(extent, size * 1.0)
-    if AREA:  # divide last: pixel edges are exact
+    if AREA:  # divide last, so that pixel edges are exact
         begin, end = tl.div_rn(at * extent, size * 1.0), tl.div_rn((at + 1) * extent, size * 1.0)
         first, known = start + tl.floor(begin), (start, begin, end, end)
     else:
@@ -265,7 +265,8 @@ def _share(
     CUBIC: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    """Return the weight of the `k`-th stored pixel before normalization, as `axis_weights`."""
+    """Return the weight of the `k`-th stored pixel before division by the sum, as in
+    `axis_weights`."""
     pixel = first + k
     if AREA:
         start, begin, end, _ = known

@@ -1,17 +1,17 @@
-"""Apply a plan of operations to images. In each layer, all images with the same operation are
-gathered, changed together and written back.
+"""Apply a plan of operations to images. In each step of the plan (a layer), all images with the
+same operation are gathered, changed together and written back.
 
 The host assigns the operations to images, and copies all numbers of a plan at once. No result
 depends on the order of a sum, so an image does not depend on its batch.
 
 Colors change in integer levels 0..255, rounded as in PIL. Most color operations are lookups in
 tables of levels. The tables of some operations (`FIXED`) are known on the host; other tables depend
-on the image. Every result equals PIL's bit for bit, except that Pillow-SIMD rounds gray differently
-in one color of 500 (COLOR).
+on the image. Every result equals PIL's bit for bit, except for the operation COLOR: Pillow-SIMD
+rounds the gray of one color in 500 differently.
 
 Rotation, shear and translation are one affine sampling with a matrix for each image, in float64 as
-in PIL. The center of each output pixel is mapped into the image. Pixels from outside are filled;
-inside, the border repeats.
+in PIL. The center of each output pixel is mapped into the image. An output pixel whose center falls
+outside the image gets the fill color. Near the border, the border pixels repeat.
 
 n images of a kind, H W height and width, C colors, L levels.
 """
@@ -59,7 +59,6 @@ def apply_plan(pictures_BHWC: Tensor, plan: OperationPlan, *, fill_C: Tensor) ->
 
 
 def _arrays(plan: OperationPlan, layer: int, *, height: int, width: int) -> Arrays:
-    """Return the image rows and the numbers of each kind of operation in one step of the plan."""
     operations, strengths, cubic = (
         plan.operations_LB[layer],
         plan.strengths_LB[layer],
@@ -235,7 +234,8 @@ def _table_places(pictures_nHWC: Tensor) -> Tensor:
 
 
 _TOGETHER_ON_CPU = 8
-"""Number of images changed together: 64 px images that fit in a core's cache."""
+"""Number of images that are changed together on a CPU. That many 64 px images fit in a core's
+cache."""
 TAPS = {"nearest": range(1), "linear": range(2), "cubic": range(-1, 3)}
 """Positions of the sampled pixels, relative to the upper left sampled pixel."""
 GEOMETRIC = tuple(operation for operation in Operation if operation >= Operation.ROTATE)
@@ -249,9 +249,9 @@ def matrices(operations_n: Ints, strengths_n: Floats, *, height: int, width: int
         return np.where(operations_n == operation, strengths_n, 0.0)
 
     angle = -np.radians(only(Operation.ROTATE) % 360.0)
-    # round: a quarter turn is exact
+    # rounding makes a quarter turn exact
     cosine, sine = np.round(np.cos(angle), 15), np.round(np.sin(angle), 15)
-    x, y = width / 2, height / 2  # about the middle
+    x, y = width / 2, height / 2
     right = only(Operation.TRANSLATE_X) * width + np.trunc(only(Operation.SHIFT_X) * width)
     lower = only(Operation.TRANSLATE_Y) * height + np.trunc(only(Operation.SHIFT_Y) * height)
     across = (cosine, sine + only(Operation.SHEAR_X), cosine * -x + sine * -y + x + right)

@@ -1,5 +1,5 @@
-"""Draw the operations, strengths and kernels of a policy for each image of a batch, with numpy
-only.
+"""Draw the operations of a policy, their strengths and interpolation filters for each image of a
+batch, with numpy only.
 
 The strengths are timm's functions of the magnitude (torchvision's for the policy `cifar10`).
 Magnitudes are normal around the policy's magnitude, or uniform from 0 to this magnitude, and then
@@ -87,7 +87,7 @@ def _choose(policy: Policy, draws: Draws) -> NDArray[np.int64]:
         return np.asarray(chain_B[None, :] * policy.num_layers + layers[:, None])
     if policy.weights is None:
         return draws.integer(Purpose.POLICY_STEP, count, layers).T
-    # exponential times / weights: the first finishers are a weighted choice without repetition
+    # the lowest (exponential random numbers / weights) are a weighted choice without repetition
     time = -np.log1p(-draws.uniform(Purpose.POLICY_STEP, np.arange(count))) / np.array(
         policy.weights
     )
