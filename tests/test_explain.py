@@ -241,7 +241,6 @@ def test_every_program_tells_its_version(capsys: Capture) -> None:
 
 
 # ---- short words
-# ------------------------------------------------------------------------------------------------
 
 
 def test_the_last_word_of_a_key_is_enough_and_a_config_holds_full_keys(tmp_path: Path) -> None:
@@ -293,7 +292,6 @@ def test_a_key_at_the_top_wins_over_one_that_ends_with_it() -> None:
 
 
 # ---- completion
-# ------------------------------------------------------------------------------------------------
 
 
 def test_keys_and_their_words_are_completed() -> None:

@@ -1,4 +1,4 @@
-"""Run directories made by hand: what a run leaves on disk, without training."""
+"""Run directories written by hand: the files that a run leaves, without training."""
 
 import json
 from collections.abc import Callable
@@ -48,8 +48,8 @@ def write_checkpoint(
 
 @pytest.fixture
 def write_run(tmp_path: Path) -> WriteRun:
-    """Writes `tmp_path/runs/NAME`: settings, journal (metrics as (step, values)), perhaps a
-    checkpoint and a result."""
+    """Return a function that writes `tmp_path/runs/NAME`: config, event log (metrics as (step,
+    values)), and optionally a checkpoint and a result."""
 
     def write(
         name: str,

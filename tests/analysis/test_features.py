@@ -1,4 +1,5 @@
-"""CKA is what its definition says, of the features that stand just before each skip path."""
+"""CKA agrees with its definition. The features are the outputs of each mixing before its skip
+path."""
 
 import itertools
 import json
@@ -51,8 +52,8 @@ def whole(x: Tensor, y: Tensor, *, pieces: int) -> float:
 
 
 def four_at_a_time(x: Tensor, y: Tensor) -> float:
-    """The U-statistic as it is defined: the mean over all ordered choices of four different
-    pictures."""
+    """Return the U-statistic by its definition: the mean over all ordered choices of four
+    images."""
     k, m = ((each @ each.T).numpy() for each in (x, y))
     chosen = itertools.permutations(range(len(x)), 4)
     return float(np.mean([k[i, j] * (m[i, j] + m[q, r] - 2 * m[i, q]) for i, j, q, r in chosen]))
@@ -133,8 +134,8 @@ def opened(folder: Path, dataset: Path) -> Subject:
 
 
 def mixed_by_hand(model: ImageModel, x: Tensor) -> list[Tensor]:
-    """Of each mixing, what its output differs by from its skip path; within a path of several
-    layers, their outputs."""
+    """Return the difference between each mixing's output and its skip path. For a path of several
+    layers: the layers' outputs."""
     found = []
     with torch.no_grad():
         for block in model.blocks:
@@ -160,7 +161,7 @@ def mixed_by_hand(model: ImageModel, x: Tensor) -> list[Tensor]:
 
 
 def plain_cka(first: list[list[Tensor]], second: list[list[Tensor]]) -> np.ndarray:
-    """Return CKA of features by batch and layer, each trace by itself."""
+    """Return the CKA of features by batch and layer, each trace computed separately."""
 
     def one(x: Tensor, y: Tensor) -> float:
         n, grams = len(x), []
@@ -238,7 +239,7 @@ def test_the_command_averages_over_batches_before_the_ratio(
 
 
 def reseed(folder: Path) -> None:
-    """Other weights, as of another seed."""
+    """Replace the weights by those of another seed."""
     from safetensors.torch import load_file, save_file
 
     weights = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Changes of images are what their names say, and the measures agree with plain computations."""
+"""Changed images match the names of the changes; the measures agree with plain computations."""
 
 import json
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_measures_are_those_of_a_plain_computation(
         first = own.iloc[0]
         assert (first.kind, first.agreement) == ("none", 1)
         assert first.cka.tolist() == pytest.approx([1, 1], abs=1e-12)
-        # 16 leaves nothing of 16
+        # a shift by 16 would leave nothing of 16 pixels
         assert set(own.amount[own.kind == "shift"]) == {1, 2, 4, 8}
         for row in own[~own.kind.isin(["crop", "views"])].itertuples():
             inputs = changed(row.kind, row.amount, row.direction, images)
@@ -74,7 +74,7 @@ def test_measures_are_those_of_a_plain_computation(
             with torch.no_grad():
                 predicted = model(inputs).argmax(1).numpy()
             expected = (predicted == labels).mean(), (predicted == usual).mean()
-            # rounding may turn one
+            # rounding may change one prediction
             assert (row.top1, row.agreement) == pytest.approx(expected, abs=1.5 / 72), row
             error = (row.top1 * (1 - row.top1) / 72) ** 0.5
             assert row.standard_error == pytest.approx(error)
@@ -104,7 +104,8 @@ def test_a_crop_is_the_middle_at_the_size_of_the_whole() -> None:
     assert sorted(found) == [0.5, 0.6, 0.7, 0.8, 0.9]
     for share, row in found.items():
         assert float(row.mean()) == pytest.approx(0.5, abs=1e-6)
-        assert float(row[10] - row[9]) == pytest.approx(share / 19, rel=1e-4)  # as much flatter
+        # the slope is flatter by this factor
+        assert float(row[10] - row[9]) == pytest.approx(share / 19, rel=1e-4)
     assert {each.amount for each in changes(20) if each.kind == "shift"} == {*range(1, 17)}
 
 

@@ -1,5 +1,5 @@
-"""Spectra, structure and masks: against dense matrices built with kron, svdvals and permutations,
-exact forms, and closed laws."""
+"""Spectra, structure and masks, compared with dense matrices (kron, svdvals, permutations), exact
+forms and closed laws."""
 
 import json
 import math
@@ -32,7 +32,8 @@ SIDES: dict[str, tuple[int, int]] = {"out": (S, C), "into": (H, V)}
 @pytest.mark.parametrize("shape", [(300, 90), (90, 300), (128, 128), (1, 7)])
 @pytest.mark.parametrize("decades", [0, 3])
 def test_singular_values_are_those_of_a_decomposition(shape: tuple[int, int], decades: int) -> None:
-    """1e-6 relative above a thousandth of the largest; a matrix of weights in float32, too."""
+    """Relative error 1e-6 above a thousandth of the largest singular value, for float32 weights
+    too."""
     left, right = (np.linalg.qr(GENERATOR.standard_normal((side, min(shape))))[0] for side in shape)
     weight = (left * np.logspace(0, -decades, min(shape))) @ right.T
     for given in (weight, weight.astype(np.float32), csr_matrix(weight)):
@@ -45,7 +46,7 @@ def test_empty_rows_and_columns_are_singular_values_of_zero(monkeypatch: Patch) 
     weight, places = np.zeros((50, 70)), (GENERATOR.integers(50, size=30), range(0, 60, 2))
     weight[places] = GENERATOR.standard_normal(30)
     stack = np.stack([weight / 2, weight])
-    for most in (0, 10**6):  # multiplied as it is, and made dense
+    for most in (0, 10**6):  # as an operator, and as a dense matrix
         monkeypatch.setattr(spectra, "LARGEST_DENSE", most)
         for given in (weight, csr_matrix(weight), stack):
             dense = given if isinstance(given, np.ndarray) else given.toarray()
@@ -61,8 +62,8 @@ def test_empty_rows_and_columns_are_singular_values_of_zero(monkeypatch: Patch) 
 
 @pytest.mark.parametrize("permuted", [(), "all"])
 def test_a_mixing_has_the_spectrum_of_its_effective_matrix(permuted: object) -> None:
-    """The Jacobian of a linear mixing on all S C entries: the singular values of W, each `copies`
-    times."""
+    """The Jacobian of a linear mixing on all S C entries has the singular values of W, each
+    `copies` times."""
     fields = {"layers_per_mixing": 1, "activation": "identity", "permuted_blocks": permuted}
     sizes = {"patch_size": 4, "num_channels": 6, "depth": 1}
     spec = MixerSpec.model_validate({"kind": "mixer", **sizes, **fields})
@@ -113,7 +114,7 @@ def test_measures_of_known_spectra() -> None:
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0])
 def test_the_law_has_marchenko_and_pasturs_moments(ratio: float) -> None:
-    """1, then 1 + ratio, then 1 + 3 ratio + ratio^2 (Narayana numbers)."""
+    """The moments are 1, 1 + ratio and 1 + 3 ratio + ratio^2 (Narayana numbers)."""
     x, fractions = spectra.marchenko_pastur(ratio)
     middles, weights = (x[1:] + x[:-1]) / 2, np.diff(fractions)
     moments = [float((weights * middles**k).sum()) for k in (0, 1, 2, 3)]
@@ -125,7 +126,7 @@ MLP = MlpSpec(kind="mlp", depth=2, width=16, expansion=2)
 
 
 def write_trained(run: Path, spec: AnySpec, *, grown: float) -> None:
-    """Write a run whose weights are `grown` times those of seed 5, which its config names."""
+    """Write a run whose weights are `grown` times the initial weights of seed 5 in its config."""
     weights = build_model(spec, num_classes=2, image_size=8, seed=5).state_dict()
     weights = {name: x * grown if x.is_floating_point() else x for name, x in weights.items()}
     write_checkpoint(run, spec, weights, image_size=8)
@@ -169,7 +170,8 @@ def test_spectra_and_structure_of_runs(tmp_path: Path, capsys: Capture) -> None:
 def test_a_matrix_that_has_the_form_by_its_sides_is_left_out(
     tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
-    """A matrix with a prime side, and one that is too large: null in the table, and printed."""
+    """A matrix with a prime side and a matrix that is too large are null in the table, and
+    reported."""
     write_trained(tmp_path / "prime", MlpSpec(kind="mlp", depth=1, width=13), grown=1.0)
     write_trained(tmp_path / "mlp", MLP, grown=1.0)
     for run, most, name in (("prime", 4096**2, "contract"), ("mlp", 16 * 32 - 1, "expand")):
@@ -200,7 +202,7 @@ def test_matrices_of_a_form_have_no_distance_to_it() -> None:
 
 
 def nearest(weight: np.ndarray, form: str) -> np.ndarray:
-    """Return the best approximation of rank 1 of each slice, in its place."""
+    """Replace each slice by its best approximation of rank 1."""
     slices = structure.slices_of(weight, form, **SIDES).numpy()
     left, values, right = np.linalg.svd(slices, full_matrices=False)
     of_rank_1 = (left[..., :1] * values[:, :1, None]) @ right[:, :1]
@@ -211,7 +213,7 @@ def nearest(weight: np.ndarray, form: str) -> np.ndarray:
 
 @pytest.mark.parametrize("form", structure.FORMS)
 def test_the_distance_is_that_to_the_nearest(form: str) -> None:
-    """The nearest has the form itself, and no neighbor in the form is nearer."""
+    """The nearest matrix has the form itself, and no neighbor in the form is nearer."""
     weight = GENERATOR.standard_normal((S * C, H * V))
     near = nearest(weight, form)
     assert structure.distance(near, form, **SIDES) < 1e-7
@@ -224,7 +226,8 @@ def test_the_distance_is_that_to_the_nearest(form: str) -> None:
 
 
 def test_the_nearest_kronecker_product_by_torch() -> None:
-    """Van Loan: the best A (x) B is the first pair of the decomposition of the blocks as rows."""
+    """Van Loan: the best A (x) B is the first singular pair of the matrix whose rows are the
+    blocks."""
     weight = torch.from_numpy(GENERATOR.standard_normal((S * C, H * V)))
     blocks = torch.stack([block.flatten() for row in weight.split(C) for block in row.split(V, 1)])
     left, values, right = torch.linalg.svd(blocks, full_matrices=False)
@@ -255,8 +258,8 @@ def test_the_regularizers_of_proposition_3_3() -> None:
 
 @pytest.mark.parametrize("strength", [0.02, 0.3, 100.0])
 def test_the_minima_of_proposition_3_3_in_closed_form(strength: float) -> None:
-    """L(B) = |B - Y|_F^2 / (2 m). Over B: every entry of Y is moved towards 0. Over V and W: the
-    first singular value of Y's rearrangement (Van Loan) is moved towards 0."""
+    """L(B) = |B - Y|_F^2 / (2 m). Minimized over B: each entry of Y moves towards 0. Over V and W:
+    the first singular value of Y's rearrangement (Van Loan) moves towards 0."""
     sides, width = (2, 3), 6
     targets = np.random.default_rng(0).standard_normal((width, width))
     data, distance = (np.eye(width), targets), width * strength
@@ -281,8 +284,8 @@ def test_a_mixing_without_and_with_an_activation_is_a_wide_mlp() -> None:
 
 
 def test_at_fixed_omega_measured_values_meet_the_law_with_gamma() -> None:
-    """Figure 4 right in small: q^2 = p gamma m is nearer than q^2 = p m, both are above 1 +
-    sqrt(gamma)."""
+    """Figure 4, right, small: q^2 = p gamma m is closer than q^2 = p m, and both are
+    above 1 + sqrt(gamma)."""
     rows = initial.widths(((8, 40), (16, 24), (20, 20)), omega=2**14, gamma=4.0, seeds=3)
     assert rows.width.value_counts().to_dict() == {320: 3, 384: 3, 400: 3}
     assert rows.hidden_width[0] == 1280
@@ -296,8 +299,8 @@ def test_at_fixed_omega_measured_values_meet_the_law_with_gamma() -> None:
 
 
 def test_the_sparsest_matrices() -> None:
-    """Connections far apart are singular values of their own. The mean diagonal entry of Z Z^T is
-    1 in each matrix (D.1), so the squares of the values have the sum m."""
+    """Isolated connections are singular values themselves. The mean diagonal entry of Z Z^T is 1
+    (D.1): the squared singular values add up to m."""
     rows = initial.sparser((1.9,), (100,), seeds=2, with_all_values=True)
     assert rows.width[0] == round(100**1.45) and rows.density[0] == pytest.approx(100**-1.9)
     assert (rows["values"].map(len) <= rows.connections).all()
@@ -307,7 +310,8 @@ def test_the_sparsest_matrices() -> None:
 
 
 def test_the_largest_value_rises_with_a_from_2() -> None:
-    """Figure S.1 right, and D.1: a = 0 is a dense matrix, whose value is 2 in the limit."""
+    """Figure S.1, right, and D.1: a = 0 is a dense matrix, whose largest singular value tends to
+    2."""
     exponents, omegas = (0.0, 0.75, 1.5), (100, 1_000, 10_000)
     largest = initial.sparser(exponents, omegas, seeds=4, with_all_values=False)
     assert largest.width[largest.omega == 100].unique().tolist() == [10, 56, 316]

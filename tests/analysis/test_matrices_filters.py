@@ -1,4 +1,4 @@
-"""The filters are the first-layer weights in the layout of the image; in a Mixer, of a patch."""
+"""Filters are first-layer weights in the layout of the image, or of a patch in a Mixer."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def random_weights(num_neurons: int = 6) -> torch.Tensor:
 
 @pytest.mark.parametrize("color", get_args(Color))
 def test_a_filter_is_one_weight_of_each_pixel(tmp_path: Path, color: Color) -> None:
-    """The model flattens (color, row, column)."""
+    """The model flattens images as (color, row, column)."""
     weights = random_weights()
     checkpoint = write_checkpoint(tmp_path / "run", MLP, {"stem.weight": weights}, image_size=4)
     colors = weights.numpy().reshape(6, 3, 4, 4)
@@ -90,7 +90,7 @@ def test_the_first_neurons_and_the_largest() -> None:
 
 
 def test_locality_in_closed_form() -> None:
-    """One pixel, equal pixels, two pixels at a distance, no weights, noise."""
+    """Filters: one pixel, equal pixels, two pixels at a distance, no weights, noise."""
     side = 64
     kinds = torch.zeros(4, 3, side, side)
     kinds[0, 1, 5, 9] = -2.0
@@ -100,7 +100,7 @@ def test_locality_in_closed_form() -> None:
     radius = ((side**2 - 1) / 6) ** 0.5 / side
     assert found.area.tolist() == pytest.approx([1 / side**2, 1.0, 2 / side**2, 0.0], abs=1e-12)
     assert found.radius.tolist() == pytest.approx([0, radius, 16 / side, 0], abs=1e-9)
-    single = -1 / (side**2 - 1)  # one pixel of many, centered: nearly 0
+    single = -1 / (side**2 - 1)  # one pixel of many: the correlation is nearly 0
     expected = [single, np.nan, single, np.nan]
     assert found.neighbors.tolist() == pytest.approx(expected, abs=1e-3, nan_ok=True)
     generator = torch.Generator().manual_seed(0)
@@ -110,7 +110,7 @@ def test_locality_in_closed_form() -> None:
         assert Layer("x", kind, side).locality.area.mean() == pytest.approx(area, abs=0.005)
     noise, offset = (Layer("x", (normal + x).flatten(1), side).locality for x in (0, 10))
     assert offset.neighbors.tolist() == pytest.approx(noise.neighbors.tolist(), abs=1e-4)
-    # neighbors in a row have one of two summands in common, those in a column none
+    # horizontal neighbors share one of two summands, vertical neighbors none
     smooth = (normal[..., 1:] + normal[..., :-1])[..., :32, :32].flatten(1)
     assert Layer("x", smooth, 32).locality.neighbors.mean() == pytest.approx(1 / 4, abs=0.01)
 

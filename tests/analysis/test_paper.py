@@ -1,5 +1,5 @@
-"""The page of a paper: each plan stands in one experiment, and in docs/papers.md; what is not there
-has its command."""
+"""Each plan belongs to one experiment of a paper's page and to docs/papers.md. Missing results are
+listed with their command."""
 
 import json
 import re
@@ -38,7 +38,7 @@ def test_each_plan_is_of_one_experiment_and_stands_in_the_docs() -> None:
 
 
 def test_the_model_listing_has_the_printed_parameters() -> None:
-    """Scaling MLPs, Fig. 5: in millions, cut off. B-12/Wi-768 is not in it."""
+    """Scaling MLPs, Fig. 5, in millions, truncated. B-12/Wi-768 is not in the figure."""
     (figure_5,) = (each for each in EXPERIMENTS["scaling-mlps"] if each.name == "Fig. 5")
     program_name, verb, *words = shlex.split(figure_5.command)
     assert (program_name, verb) == ("pretrain", "models")
@@ -117,7 +117,8 @@ def test_a_page_has_the_figures_and_the_commands_of_missing_ones(
         }
         for number, depth in enumerate((2, 4))
     ]
-    rows.append(rows[0] | {"run": "r0-again", "own_seed": 1})  # a member of several runs is one
+    # one member in several runs is one result
+    rows.append(rows[0] | {"run": "r0-again", "own_seed": 1})
     as_frame(rows).to_parquet("kept.parquet")
     Path("page").mkdir()
     Path("page/mixer_fig2d_monarch_demo.json").write_text(
@@ -145,7 +146,7 @@ def test_a_page_has_the_figures_and_the_commands_of_missing_ones(
 
 
 def test_figures_of_an_earlier_result_are_removed(tmp_path: Path) -> None:
-    """Only its own: a result with a longer name keeps its figure, and so does the user."""
+    """Only the figures of this result are removed: not `run-other`, and not the user's files."""
 
     def names() -> set[str]:
         return {path.name for path in tmp_path.glob("*.png")}
@@ -169,7 +170,7 @@ def test_figures_of_an_earlier_result_are_removed(tmp_path: Path) -> None:
 def test_every_figure_is_drawn_from_the_kept_points(
     paper: Paper, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """Of all plans with kept points, but those that compare the features of runs."""
+    """All plans with committed results, except plans that compare the features of runs."""
     monkeypatch.chdir(tmp_path)
     Path("configs").symlink_to(REPOSITORY / "configs")
     kept = REPOSITORY / "tests" / "analysis" / "points" / "demos.parquet"

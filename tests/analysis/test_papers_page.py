@@ -44,7 +44,7 @@ def test_the_table_of_the_largest_singular_value() -> None:
 
 
 def test_the_permutations_of_a_large_mixer() -> None:
-    """38.5 MB, half of them in a checkpoint."""
+    """The permutations take 38.5 MB, half of it in a checkpoint."""
     assert "38.5 MB" in PAGE.read_text()
     with torch.device("meta"):
         spec = spec_of("rp_mixer_b_w", **LARGE)
@@ -59,7 +59,7 @@ def test_the_permutations_of_a_large_mixer() -> None:
 
 
 def test_the_connections_of_large_mixers() -> None:
-    """16.26 G operations of the mixings, and the explanation of gamma = 4.57."""
+    """The mixings' 16.26 G operations, and the explanation of gamma = 4.57."""
     page = PAGE.read_text()
     _, omega = width_and_connections(spec_of("mixer_b_w", **LARGE), image_size=224)
     assert f"{4 * 8 * 2 * omega / 1e9:.2f} G" in page

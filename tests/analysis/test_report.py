@@ -42,8 +42,8 @@ TUNE = tuning(ANIMALS, Path("runs/a"))
 
 @pytest.fixture
 def runs(tmp_path: Path, write_run: WriteRun, shapes: Path, other_shapes: Path) -> Path:
-    """Pretrained on `shapes`, transferred to `other_shapes`; one of each task, and two unfinished
-    ones."""
+    """Runs on `shapes` and transfers to `other_shapes`: one of each task, and two unfinished
+    runs."""
     curve = [(step, {"train/loss": 3.0 / step, "eval/top1": step / 100}) for step in (10, 20, 30)]
     body, result = pretraining(shapes), {"eval/top1": 0.75, "images_per_s": 1234.5}
     mlp = write_run("mlp", body, result=result, metrics=curve, spec=MLP)
@@ -59,7 +59,7 @@ def runs(tmp_path: Path, write_run: WriteRun, shapes: Path, other_shapes: Path) 
 
 
 def marks_of(axes: Axes) -> list[float]:
-    """Return the accuracies of chance and of the largest class that are drawn."""
+    """Return the drawn accuracies of chance and of the largest class."""
     lines: Any = axes.collections
     segments = [segment for line in lines for segment in line.get_segments()]
     return [float(segment[0, 0]) for segment in segments if len(segment)]
@@ -89,7 +89,7 @@ def test_every_run_has_a_row_with_task_result_and_chance(runs: Path, capsys: Cap
 def test_unequal_classes_have_the_largest_and_the_class_mean(
     write_run: WriteRun, unequal: Path, tmp_path: Path
 ) -> None:
-    """9 of 23 images are of the largest of 8 classes."""
+    """The largest of 8 classes has 9 of 23 images."""
     scores, tags = {"eval/top1": 0.5, "eval/class_top1": 0.25}, {"model": "B-2/Wi-6"}
     body = pretraining(unequal, eval_split="val")
     mlp = write_run("mlp", body, result=scores, metrics=[(10, scores)], tags=tags)
@@ -195,7 +195,7 @@ def test_runs_are_sorted_by_task_and_name(tmp_path: Path, write_run: WriteRun) -
     tasks = ["pretrain", "pretrain", "probe", "knn", "tune", "scratch", "evaluate"]
     found = [(run.name, run.task) for run in collect(tmp_path / "runs")]
     assert found == list(zip("azbkcde", tasks, strict=True))
-    assert [run.name for run in collect(run)] == ["k"]  # the folder of a run is a folder of one run
+    assert [run.name for run in collect(run)] == ["k"]  # a run directory gives one run
     assert [run.name for run in runs_below(tmp_path, deepest=2)] == ["b", "c", "d", "e", "k", "z"]
 
 
@@ -210,7 +210,7 @@ def test_copies_of_configs_and_unreadable_runs_are_left_out(
     assert list(found_in(tmp_path / "runs")) == ["a"]
     assert str(tmp_path / "runs" / "b" / "config.yaml") in capsys.readouterr().err
     assert run_of(tmp_path / "runs" / "b") is None
-    # the facts of a group are not those of b
+    # the group's config is not run b's config
     (tmp_path / "runs" / "config.yaml").write_text("seeds: [1]\n")
     assert run_of(tmp_path / "runs" / "b") is None
 
@@ -231,8 +231,8 @@ def test_a_curve_is_what_the_event_log_has_until_a_kill(
 
 
 def test_facts_that_the_table_does_not_show(tmp_path: Path, write_run: WriteRun) -> None:
-    """A model named after its tag, no chance without the dataset, each accuracy of a result, and
-    the weights that a run began with."""
+    """A model with the name in its tag, no chance without the dataset, each accuracy of a result,
+    and the initial weights."""
     first = write_run("a", PRETRAIN, spec=MLP)
     write_run("tuned", TUNE | {"run_dir": "runs/tuned"})
     write_run("tagged", PRETRAIN, tags={"model": "B-1/Wi-2"})

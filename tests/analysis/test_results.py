@@ -1,5 +1,5 @@
-"""The results table of a plan whose runs are written by hand: every column against a number
-computed here."""
+"""The results table of a plan whose runs are written by hand: each column is compared with a number
+computed in this file."""
 
 import json
 from collections.abc import Mapping
@@ -110,7 +110,7 @@ def write_run(
 
 
 def finish_all(plan: Plan, shapes: Path) -> tuple[int, int]:
-    """Return the steps of 2 and of 6 epochs."""
+    """Finish all runs. Return the steps of 2 and of 6 epochs."""
     num_images = load_manifest(shapes).splits["train"].num_samples
     early, late = (-(-epochs * num_images // 50) for epochs in (2, 6))
     pretrain, probe, tune = plan.stages
@@ -171,7 +171,7 @@ def test_results_of_a_plan(plan: Plan, shapes: Path, other_shapes: Path) -> None
     }
     assert {name: first[name] for name in expected} == expected
     assert json.loads(first.labels)["seed"] == "3"
-    assert json.loads(probed.labels.iloc[2])["seed"] == "4"  # of its weights
+    assert json.loads(probed.labels.iloc[2])["seed"] == "4"  # the seed of its weights
     assert (second.train_losses, second.test_losses) == ([3.0, 1.0], [2.5, 2.0])
     assert second.test_errors == [0.8, 0.75] and not isinstance(first.train_losses, list)
     assert second.test_epochs == [50 * early / num_images, 50 * late / num_images]
@@ -212,7 +212,7 @@ def test_epochs_of_a_deleted_stream(plan: Plan, shapes: Path, capsys: Capture) -
 
 
 def test_a_result_without_top1_is_an_error(plan: Plan, shapes: Path) -> None:
-    """A training without an evaluation split has none."""
+    """A training run without an evaluation split has no top1."""
     finish_all(plan, shapes)
     result = Path("runs/seed-4/result.json")
     result.write_text(result.read_text().replace("eval/top1", "eval/top5"))

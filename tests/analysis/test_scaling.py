@@ -1,6 +1,6 @@
-"""The fits of S1: exact laws come back, intervals cover, nothing depends on units or the order of
-rows, points that are too few are named, and the files say how it was done. The laws are written out
-once more here, in plain Python.
+"""The scaling-law fits: exact laws are recovered, and intervals cover. Units and the order of rows
+do not matter; too few points are reported. The laws are written a second time in this file, in
+plain Python.
 """
 
 import itertools
@@ -66,8 +66,8 @@ def test_exact_points_give_back_their_law(
 
 @pytest.mark.parametrize("again", [0.0, 15.0])
 def test_exact_laws_in_size_and_data_come_back(again: float) -> None:
-    """`again`: R*; at 0 each image counts once, and all lengths are the same. In half an epoch half
-    of the images were seen."""
+    """`again` is R*. At 0 each image counts once, and all lengths are equal. Half an epoch shows
+    half of the images."""
     p, n, t = np.array(GRID).T
     points = {"parameters": p, "images": n, "epochs": t}
     planted = {"A": 3, "alpha": 0.25, "B": 20, "beta": 0.4, "E_inf": 0.1}
@@ -95,8 +95,8 @@ IN_SIZES = {"a": 0.3, "b": 0.0, "alpha": 0.5, "floor": 0.1}
 @pytest.mark.soak
 @pytest.mark.parametrize("num_sizes", [4, 6, 24])
 def test_intervals_cover_the_law_at_chosen_sizes(num_sizes: int) -> None:
-    """Of 100 intervals 95 are expected to hold each parameter. Those of resampled sizes held it in
-    78 at four sizes. At 24 runs of six sizes and four amounts of data: the exponent of P*."""
+    """About 95 of 100 intervals should contain each parameter. Resampling sizes gave 78 for four
+    sizes. 24 runs have six sizes and four amounts of data; the test checks the exponent of P*."""
     number = 60 if soak.FACTOR == 1 else 400
     sizes = np.geomspace(1e6, 1.2e7, min(num_sizes, 6))
     points, truth = {"images": sizes}, np.array([law(size / 3e6, **IN_SIZES) for size in sizes])
@@ -126,7 +126,7 @@ def rows_of(form: Law, sample: Sample, *, resamples: int) -> dict[str, dict[str,
 
 
 def test_checkpoints_of_equal_noise_are_no_second_measurement() -> None:
-    """Neither AICc nor intervals change if each point is repeated in its run."""
+    """Repeating each point within its run changes neither AICc nor intervals."""
     images = np.geomspace(1, 1e4, 9)
     errors = 0.1 + 0.5 * images**-0.3 + np.random.default_rng(0).normal(0, 0.003, 9)
     for form in FORMS_IN_N.values():
@@ -153,8 +153,8 @@ def test_sets_of_errors_are_fitted_as_each_alone_would_be() -> None:
 def sample_of(
     alpha: float, beta: float, *, sizes: int = 6, noise: float = 0.0, unit: float = 1.0
 ) -> pd.DataFrame:
-    """E = .1 + .1 (P / 3e7)^-alpha + b (N / 3e6)^-beta at T = 50, b such that 3e7 and 3e6 are the
-    best of their compute."""
+    """Return samples of E = .1 + .1 (P / 3e7)^-alpha + b (N / 3e6)^-beta at T = 50. b makes P =
+    3e7, N = 3e6 optimal for its compute."""
     rng, rows = np.random.default_rng(0), []
     images = np.geomspace(1e5, 1e8, max(sizes, 4))
     for p, n, t in itertools.product(np.geomspace(1e6, 1e9, sizes), images, (50, 100, 200)):
@@ -170,7 +170,8 @@ def sample_of(
 
 @pytest.mark.parametrize(("alpha", "beta"), [(0.3, 0.3), (0.35, 0.2)])
 def test_the_allocation_is_the_closed_form(alpha: float, beta: float) -> None:
-    """P* ~ C^(beta / (alpha + beta)): by the law exactly, by the frontier of a fine grid nearly."""
+    """P* ~ C^(beta / (alpha + beta)): exact from the law, approximate from the frontier of a fine
+    grid."""
     best = 6 * 3e7 * 3e6 * 50
     grid = sample_of(alpha, beta, sizes=40)
     inside = grid[(grid.epochs < 60) & grid.compute.between(best / 200, best * 200)]
@@ -184,7 +185,7 @@ def test_the_allocation_is_the_closed_form(alpha: float, beta: float) -> None:
     assert isinstance(curves, IsoFlop) and isinstance(curves.allocation, Allocation)
     exponents = {name: values[0] for name, values in curves.allocation.parameters.items()}
     best = {"parameters exponent": closed, "samples exponent": 1 - closed}
-    assert exponents == pytest.approx(best, abs=0.15)  # a parabola is not the law
+    assert exponents == pytest.approx(best, abs=0.15)  # a parabola only approximates the law
     exact = fit(SUM_LAW, sample.points, sample.errors_N).parameters
     assert exact["beta"][0] / (exact["alpha"][0] + exact["beta"][0]) == pytest.approx(
         closed, rel=1e-3
@@ -238,7 +239,7 @@ def test_the_best_size_follows_from_exponents_if_compute_is_proportional() -> No
 
 
 def test_isoflop_minima_of_parabolas_in_the_logarithm_are_exact() -> None:
-    """The least error is at P = 0.1 C^0.6 if log error is a parabola in log P, and a line in log C
+    """The least error is at P = 0.1 C^0.6: log error is a parabola in log P, and linear in log C
     for each P."""
     rows = []
     for p, c in itertools.product(np.geomspace(1e6, 1e9, 7), np.geomspace(1e12, 1e15, 13)):

@@ -1,5 +1,5 @@
-"""Tables S.3 and 4: costs as the papers print them, rounds in turn, medians of ratios, and the
-files of the commands."""
+"""Tables S.3 and 4: the papers' costs, alternating rounds, medians of ratios, and the output
+files."""
 
 import math
 
@@ -24,7 +24,7 @@ from tests.errors import printed_errors
 
 
 def test_memory_and_flops_are_those_of_docs_papers() -> None:
-    """The printed 12.5M, 3.22 GB and 805M are those of C = 64, not of the printed C = 48."""
+    """The printed 12.5M, 3.22 GB and 805M belong to C = 64, not to the printed C = 48."""
     assert models_of(48) == MODELS
     found = [[block_cost(model) for model in models_of(channels)] for channels in (48, 64)]
     mixers, stored, masked = zip(*((each[:2], each[2], each[3]) for each in found), strict=True)
@@ -84,7 +84,8 @@ def test_ratios_are_medians_of_the_ratios_within_a_round() -> None:
 
 
 def test_the_printed_latencies_are_not_those_of_one_image() -> None:
-    """Scaling MLPs, Table 4: latency x throughput. One image at a time gives 1 or less."""
+    """Scaling MLPs, Table 4: latency x throughput would be at most 1 image for images one at a
+    time."""
     timings = [(name, 0, 1.0, 1.0, math.nan) for name in PUBLISHED]
     rows = summarize(pd.DataFrame(timings, columns=["model", "round", *MEASURED]))
     assert rows.paper_latency_images.round().tolist() == [341, 214, 94, 128]
@@ -96,7 +97,7 @@ def test_published_costs_are_ours() -> None:
         assert round(ours.num_parameters / 1e6, 2) == published.million_parameters
         assert published.giga_multiply_adds == pytest.approx(
             ours.multiply_adds / 1e9, rel=4e-3
-        )  # the paper counts norms
+        )  # the paper includes norms
 
 
 @pytest.mark.parametrize(

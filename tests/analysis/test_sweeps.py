@@ -1,4 +1,4 @@
-"""Figures over many runs, from made-up results."""
+"""Figures over many runs, from synthetic results."""
 
 import itertools
 import json
@@ -67,8 +67,8 @@ def test_a_planted_optimum_is_found() -> None:
 
 @pytest.mark.parametrize(("num_seeds", "shared"), [(1, 0.0), (3, 0.0), (3, 0.03)])
 def test_the_interval_of_an_optimum_covers_it(num_seeds: int, shared: float) -> None:
-    """95 of 100 are expected. `shared`: deviation of the level of a seed. Resampled residuals of
-    all points alike held 86 of one seed, and all of the last case, at five times the width."""
+    """95 of 100 intervals should cover. `shared`: deviation of a seed's level. Resampling all
+    residuals covered 86 with one seed, and all in the last case, at five times the width."""
     number, x = 400, np.repeat(np.linspace(-2.4, 2.4, 7), num_seeds)
     seeds = np.tile(np.arange(num_seeds), 7)
     inside = widths = 0.0
@@ -88,11 +88,12 @@ def test_few_degrees_of_freedom_have_no_interval() -> None:
     x = np.linspace(-2, 2, 6)
     assert optimum(x.tolist(), (x**2).tolist(), [0] * 6) == {}
     assert optimum([*x, 3], [*x**2, 9], [0] * 7) != {}
-    assert optimum([*x, 3], [*x**2, 9], [0] * 6 + [1]) == {}  # its own level uses one up
+    # the level of a second seed uses one degree up
+    assert optimum([*x, 3], [*x**2, 9], [0] * 6 + [1]) == {}
 
 
 def test_noise_is_no_overfit() -> None:
-    """The last value minus the least one of 200 noisy ones is 2.7 deviations on average."""
+    """The last of 200 noisy values is on average 2.7 deviations above the smallest."""
     rng, epochs = np.random.default_rng(0), np.linspace(0, 1, 200)
     flat = [overfit_of(pd.Series(1 + rng.normal(0, 0.1, 200))) for _ in range(100)]
     assert np.mean(flat) < 0.06
@@ -105,8 +106,8 @@ SHAPES = [(16, 173), (32, 113), (48, 83), (64, 64), (83, 48), (113, 32), (173, 1
 
 
 def made(*targets: str) -> pd.DataFrame:
-    """S-Mixers whose error is least at ln(C / S) = 0.3; RP has 0.5 points more than the normal one
-    of each seed."""
+    """Results of S-Mixers: the error is least at ln(C / S) = 0.3, and RP adds 0.5 points for each
+    seed."""
     rows = []
     for (channels, tokens), permuted, seed, target in itertools.product(
         SHAPES, (0, 12), range(3), targets or ("cifar10",)
@@ -160,7 +161,7 @@ def test_mirrored_shapes_are_one_width_and_wider_is_better() -> None:
 
 
 def test_a_pair_differs_in_nothing_but_the_permutation() -> None:
-    """The permutation may be the x."""
+    """The permutation may be the x axis."""
     results = made()
     pairs = places_of(results, "blocks", facet=["channels"]).minus_normal_mean.dropna()
     assert pairs.tolist() == pytest.approx([0.005] * 7)

@@ -1,4 +1,4 @@
-"""The papers' tables with our numbers: made-up results against literals, and the members of the
+"""The papers' tables with our numbers: synthetic results against literals, and the members of the
 papers' plans."""
 
 import json
@@ -29,7 +29,7 @@ I21K = "imagenet21k for 400 epochs"
 
 
 def tuned(name: str, top1: float, *, seed: int = 0, **changes: Any) -> dict[str, Any]:
-    """Return the row of a tuned B-12/Wi-1024 with augmentation."""
+    """Return the row of a B-12/Wi-1024 fine-tuned with augmentation."""
     row = {"run": name, "task": "tune", "method": "tune", "model": "B-12/Wi-1024", "recipe": "a"}
     row |= {"repetition": f"seed {seed}", "start": I21K, "benchmark": "cifar10", "split": "test"}
     row |= {"target": "cifar-64", "own_augmented": True, "augmented": True, "labels": "{}"}
@@ -71,15 +71,15 @@ FOLDS = [
     ("rows", "row", "column", "mean", "std", "counts"),
     [
         ([tuned("a", 0.9125)], ROW, "CIFAR-10", 91.25, None, (1, 0)),
-        # 0.90, 0.92, 0.97: deviation sqrt((9 + 1 + 16) / 2) points
+        # 0.90, 0.92, 0.97: the deviation is sqrt((9 + 1 + 16) / 2) points
         (
             [tuned(f"s{n}", top1, seed=n) for n, top1 in enumerate((0.90, 0.92, 0.97))],
             *(ROW, "CIFAR-10", 93.0, 3.6056, (3, 0)),
         ),
-        # folds have a row of their own: 0.80 to 0.89, deviation sqrt(82.5 / 9) points
+        # folds have their own row: 0.80 to 0.89, the deviation is sqrt(82.5 / 9) points
         ([tuned("whole", 0.9, **OF_STL), *FOLDS], ROW, "STL-10", 90.0, None, (1, 0)),
         (FOLDS, f"{ROW}, per fold, of {I21K}", "STL-10", 84.5, 3.0277, (10, 0)),
-        # the last recipe counts, not the best, and a seed counts once
+        # the last recipe is used, not the best, and each seed once
         (
             [
                 tuned("old", 0.99, recipe="old", began_ms=0),
@@ -89,7 +89,7 @@ FOLDS = [
             ],
             *(ROW, "CIFAR-10", 85.0, 7.0711, (2, 2)),
         ),
-        # runs of the table's own plan count, not later and better ones with other batches
+        # runs of the table's plan are used, not later and better runs with other batches
         (
             [
                 tuned("own", 0.9, plan="scaling_transfer"),
@@ -137,7 +137,7 @@ def scratch(length: str, **changes: Any) -> dict[str, Any]:
         ({"start": "public imagenet21k for 800 epochs"}, "fine-tune B-12/Wi-1024, 800 epochs"),
         ({"start": "public imagenet21k for 400 epochs"}, ROW),
         (SMALL | scratch("1000 epochs"), "MLP-Inv + DA, 1000 epochs"),
-        # runs that the papers have no row for
+        # runs without a row in the papers
         (SMALL | PLAIN | {"start": "x"}, "fine-tune B-6/Wi-1024, no DA, of x"),
         ({"start": "imagenet21k for 800 epochs"}, f"{ROW}, of imagenet21k for 800 epochs"),
         ({"start": f"cifar100, of {I21K}"}, f"{ROW}, of cifar100, of {I21K}"),
@@ -210,7 +210,7 @@ PLANS = {
 def test_each_member_of_the_papers_plans_is_in_one_cell(
     write_run: WriteRun, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """Each member has an accuracy of its own. Each cell of a seed has exactly one of them."""
+    """Each member has its own accuracy. Each cell of a seed has exactly one of these."""
     monkeypatch.chdir(REPOSITORY)
     rows, models = list[dict[str, Any]](), dict[str, str]()
     for plan in PLANS:

@@ -1,5 +1,5 @@
-"""Checkouts in an empty directory, whose SLURM is stand-ins; and runs that look finished, without
-the training."""
+"""Checkouts in an empty directory with stand-ins for SLURM, and runs that look finished without
+training."""
 
 import os
 import re
@@ -34,7 +34,7 @@ def run(root: Path, *words: str, **environment: str) -> subprocess.CompletedProc
 
 
 def finish(work: Work) -> None:
-    """Leaves what `pretrain train` leaves, with the settings of the run."""
+    """Write the files that `pretrain train` leaves, with the run's settings."""
     run_dir = Path(work.writes)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / CONFIG_FILE).write_text(dump(work.settings))

@@ -1,5 +1,5 @@
-"""Plans and submissions name their files from the repository root: here an empty directory with its
-configs and its job scripts."""
+"""An empty directory with configs and job scripts: plans and submissions name files from the
+repository root."""
 
 import os
 from pathlib import Path
@@ -36,16 +36,16 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def slurm(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout whose SLURM is a stand-in that keeps what it is asked in `calls`."""
+    """A checkout with stand-ins for SLURM's commands, which log their arguments in `calls`."""
     (checkout / "bin").mkdir()
     for name in ("bin/squeue", "bin/scancel", "bin/sbatch", "cluster/snapshot"):
         stand_in(checkout, name, STAND_IN)
     monkeypatch.setenv("PATH", f"{checkout}/bin:{os.environ['PATH']}")
-    monkeypatch.setenv("SQUEUE_STATES", "PENDING")  # what the user likes to see
+    monkeypatch.setenv("SQUEUE_STATES", "PENDING")  # a user's preference
     return checkout
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """All of a checkout: what shell files need."""
+    """A complete checkout, as shell files need it."""
     return whole_checkout(tmp_path)

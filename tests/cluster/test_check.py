@@ -1,4 +1,4 @@
-"""`cluster/submit --check` against stand-ins of SLURM's commands; it never submits."""
+"""`cluster/submit --check` with stand-ins for SLURM's commands; it never submits."""
 
 import os
 import shutil
@@ -49,9 +49,9 @@ def slurm(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("rw,vers=4.2,local_lock=none", "", False),
         ("rw,local_lock=flock", "", True),
         ("rw,localflock", "/another", False),
-        ("rw,localflock", "/runs", True),  # only the runs are on it
+        ("rw,localflock", "/runs", True),  # only the runs are on this file system
         ("rw,localflock", "/of others", False),
-        ("rw,localflock", "/named", True),  # by the submission
+        ("rw,localflock", "/named", True),  # the submission names a path on it
     ],
 )
 def test_file_systems_with_node_local_locks_are_reported(

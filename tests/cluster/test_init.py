@@ -1,5 +1,5 @@
-"""`wide-mlps init` and the wheel: what a folder has from which jobs are submitted, with no checkout
-anywhere."""
+"""`wide-mlps init` and the wheel: jobs can be submitted from the created folder without a
+checkout."""
 
 import re
 import shutil
@@ -25,7 +25,7 @@ FLOORS = ("data_prep", "pretrain", "finetune", "analysis", "cluster")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built of a copy: setuptools leaves its work beside what it builds."""
+    """A wheel built from a copy, because setuptools leaves files next to its input."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in (*FLOORS, "wide_mlps", "configs"):
         shutil.copytree(
@@ -54,7 +54,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel. What it requires is found where these tests find it."""
+    """An environment with the wheel. Its requirements come from the environment of these tests."""
     place = tmp_path_factory.mktemp("environment")
     uv = [sys.executable, "-m", "uv", "--quiet", "--no-config", "--offline"]
     subprocess.run([*uv, "venv", "--python", sys.executable, "--allow-existing", place], check=True)
@@ -62,13 +62,13 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (packages,) = place.glob("lib/python*/site-packages")
     (packages / "base.pth").write_text(
         sysconfig.get_path("purelib")
-    )  # its own .pth, of this checkout, are not followed
+    )  # its own .pth files, for example this checkout's, are not read
     return place
 
 
 @pytest.fixture
 def folder(installed: Path, tmp_path: Path) -> Path:
-    """As a new user has it, with a SLURM that is a stand-in."""
+    """The folder of a new user, with stand-ins for SLURM."""
     done = run(tmp_path, f"{installed}/bin/wide-mlps", "init", ".")
     assert (
         done.returncode == 0
@@ -127,11 +127,9 @@ def test_every_command_of_the_readme_works_there(folder: Path) -> None:
     assert commands[0][:2] == ["cluster/submit", "--check"]
     for program, *words in commands[1:]:
         assert (folder / words[-1]).is_file()
-        if (
-            "scaling_laws" in words[-1]
-        ):  # as the plan before it, with so many members that they would take seconds
+        if "scaling_laws" in words[-1]:  # like the plan before, with too many members for a test
             continue
-        done = run(folder, program, "--hold", *words)  # the archives need not be there
+        done = run(folder, program, "--hold", *words)  # the archives may be missing
         assert done.returncode == 0 and done.stderr == "", done.stderr
     calls = [
         line.split()

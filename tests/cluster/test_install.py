@@ -1,4 +1,4 @@
-"""install.sh: Python, index, wheelhouse, Pillow and torch, from an index on loopback; the driver
+"""install.sh: Python, index, wheelhouse, Pillow and torch from an index on loopback, and the driver
 that a build needs."""
 
 import functools
@@ -57,10 +57,10 @@ def index(tmp_path: Path) -> Iterator[str]:
     )
     wheel(place, "torch", f"{torch}+cu126", "nvidia_cublas_cu12==12.6.4", "filelock")
     wheel(place, "torchvision", f"{torchvision}+cu126", f"torch=={torch}")
-    wheel(place, "torch", torch)  # of another build: must not be taken
+    wheel(place, "torch", torch)  # another build, which must not be installed
     wheel(place, "nvidia_cublas_cu12", "12.6.4")
     wheel(place, "filelock", importlib.metadata.version("filelock"))
-    wheel(place, "filelock", "9999.0")  # must not move
+    wheel(place, "filelock", "9999.0")  # must not be upgraded
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=place)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -69,7 +69,7 @@ def index(tmp_path: Path) -> Iterator[str]:
 
 
 def locked(index: Path, name: str, version: str) -> str:
-    """Return the line of a wheel in a lock."""
+    """Return the line of a lock file for a wheel."""
     (made,) = (index / name).glob(f"{name.replace('-', '_')}-{version}-*.whl")
     return (
         f"{name}=={version} \\\n    --hash=sha256:{hashlib.sha256(made.read_bytes()).hexdigest()}\n"
@@ -77,7 +77,7 @@ def locked(index: Path, name: str, version: str) -> str:
 
 
 def path_without(folder: Path, *names: str) -> Path:
-    """Return a folder with the programs of this machine but those, and their versions."""
+    """Return a folder with all programs of this machine except `names` and their versions."""
     folder.mkdir()
     for each in (path for place in ("/usr/bin", "/bin") for path in Path(place).iterdir()):
         if not each.name.startswith(names) and not (folder / each.name).is_symlink():
@@ -110,7 +110,7 @@ def checkout(tmp_path: Path) -> Path:
 def install(
     root: Path, *words: str, index: str = "", build: str = "", pillow: str = "", **settings: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run install.sh. It asks no other index than that on loopback."""
+    """Run install.sh with the index on loopback only."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "UV_"))}
     environment = kept | {
         "CUDA": build,
@@ -156,7 +156,7 @@ def test_another_build_of_torch_takes_the_locks_versions_and_moves_nothing_else(
         f"torchvision-{torchvision}+cu126",
         "nvidia_cublas_cu12-12.6.4",
     }
-    assert installed(checkout) == family  # filelock is for the lock to install
+    assert installed(checkout) == family  # only the lock file installs filelock
     (said,) = [line for line in done.stderr.splitlines() if "without a hash" in line]
     assert all(
         re.search(rf"\b{name.replace('_', '-')}==", said)
@@ -165,11 +165,12 @@ def test_another_build_of_torch_takes_the_locks_versions_and_moves_nothing_else(
     assert (checkout / ".venv/cuda").read_text() == "cu126\n"
     assert cuda_of_torch(checkout / ".venv") == "12.6"
 
-    refused = install(checkout, "torch", index=index, build="cu118")  # which the index lacks
+    # a build that is not on the index
+    refused = install(checkout, "torch", index=index, build="cu118")
     assert refused.returncode == 1
     assert "CUDA= to another build" in refused.stderr
     assert installed(checkout) == family
-    assert (checkout / ".venv/cuda").read_text() == "cu126\n"  # and the next plain `make` keeps it
+    assert (checkout / ".venv/cuda").read_text() == "cu126\n"  # the next plain `make` uses it
 
 
 @pytest.mark.processes
@@ -190,7 +191,7 @@ def test_plain_pillow_can_be_chosen_and_the_choice_is_kept(
     lock = REPOSITORY / "requirements.lock"
     assert re.search(
         r"^pillow==(1[3-9]|[2-9]\d)\.", lock.read_text(), re.MULTILINE
-    )  # what a user without Pillow-SIMD gets
+    )  # for a user without Pillow-SIMD
     wheel(tmp_path / "index", "pillow", "13.0.0")
     line = locked(tmp_path / "index", "pillow", "13.0.0")
     line = line.replace(" \\", " ; platform_machine != 'x86_64' \\")
@@ -238,7 +239,7 @@ def test_a_newer_python_is_found_in_path_or_downloaded_with_uv(
     path, log = path_without(tmp_path / "bin", "python", "uv"), tmp_path / "log"
     program(path / "python3", f'case $* in "-m pip"*) echo "$*" >> {log}; mkdir -p .cache/uv-program/bin;'
             f" cp {tmp_path}/uv .cache/uv-program/bin;; *) exit 1;; esac")  # fmt: skip
-    # a Python that is usable, and logs the wish for a virtual environment
+    # a usable Python that logs requests for a virtual environment
     usable = f'case $* in "-c "*) ;; *) echo "$0 $*" >> {log}; exit 1;; esac'
     program(tmp_path / "brought", usable)
     program(
@@ -279,8 +280,8 @@ def test_uv_asks_the_index_of_pip(checkout: Path, tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_wheelhouse_installs_without_an_index(checkout: Path, index: str, tmp_path: Path) -> None:
-    """A lock of a few packages, the one of tests not among them. The project's own build is a
-    stand-in, because setuptools is on no index here."""
+    """A lock file of a few packages, without the test lock. The project's build is a stand-in,
+    because the index has no setuptools."""
     place, wheels = tmp_path / "index", tmp_path / "wheels"
     real = REPOSITORY / ".venv/bin/uv"
     pil = {"PIL/__init__.py": "__version__ = '13.0.0'", "PIL/Image.py": ""}
@@ -315,7 +316,8 @@ def test_a_wheelhouse_installs_without_an_index(checkout: Path, index: str, tmp_
     assert users <= installed(checkout)
     assert (checkout / ".venv/.installed").exists()
     assert not (checkout / ".venv/.dev").exists()
-    done = install(checkout, "dev", index=index, pillow="plain")  # in an environment of users
+    # in an environment without dev packages
+    done = install(checkout, "dev", index=index, pillow="plain")
     assert done.returncode == 0, done.stderr
     assert installed(checkout) >= {*users, "pytest-99.0"}
     assert (checkout / ".venv/.dev").exists()
@@ -351,7 +353,7 @@ def test_install_warns_of_an_old_driver_before_the_download(checkout: Path) -> N
         ("525.60.13", "12.8", ""),
         ("470.256.02", "12.6", "install driver 525.60 or newer"),
         ("470.256.02", "13.0", "install driver 525.60 or newer"),
-        ("470.256.02", "14.1", ""),  # is not known
+        ("470.256.02", "14.1", ""),  # an unknown build
     ],
 )
 def test_a_driver_that_is_too_old_has_a_fix(

@@ -1,5 +1,5 @@
-"""The supervisor of a job against stand-ins for SLURM: its code, what it asks, which nodes are
-left, when it gives up."""
+"""The job supervisor with stand-ins for SLURM: the code that it runs, its requests, avoided nodes,
+and when it gives up."""
 
 import ast
 import json
@@ -25,7 +25,6 @@ from cluster.slurm import slurm, state_of
 from tests.cluster.checkouts import run, stand_in
 
 # ---- the code that it runs
-# --------------------------------------------------------------------------------------------
 
 
 STUB = """
@@ -41,12 +40,12 @@ for _ in range(6000):
 print("\u00e9", sys.argv[1:], os.environ["PYTHONPATH"], flush=True)
 sys.exit(7 if Path(os.environ["STOPPED"]).exists() else 1)
 """
-"""As long as it sleeps it ignores signals, as cluster/job.py does before it can receive them."""
+"""While it sleeps it ignores signals, like cluster/job.py at its beginning."""
 
 
 def test_a_job_runs_what_was_kept_and_no_signal_is_lost(tmp_path: Path) -> None:
-    """Also where the script's first start is SLURM's second (a failed prolog, a lost node), the
-    locale knows no \u00e9, and what is live is broken by then."""
+    """The job runs the snapshot although the checkout is broken. The script's first attempt may be
+    SLURM's second (failed prolog, lost node), and the locale may lack \u00e9."""
     root = tmp_path / "a check out"
     for floor in ("data_prep", "pretrain", "finetune", "analysis", "configs", "jobs/77"):
         (root / floor).mkdir(parents=True)
@@ -68,7 +67,7 @@ def test_a_job_runs_what_was_kept_and_no_signal_is_lost(tmp_path: Path) -> None:
     loops, as_kept = (Path(place, "pretrain/loops.py") for place in (root, kept))
     assert (
         as_kept.stat().st_mtime_ns == loops.stat().st_mtime_ns
-    )  # by which numba knows whether what it has compiled will do
+    )  # numba compares this time with its cache
     assert (as_kept.parent / "__pycache__/loops.nbi").exists()
     submitted = shutil.copy(f"{kept}/cluster/pretrain.slurm", tmp_path / "submitted")
     for name in ("start.sh", "snapshot", "job.py", "environment.sh"):
@@ -122,7 +121,8 @@ def test_a_nodes_own_python_will_do_if_it_is_new_enough(root: Path) -> None:
 
 
 def test_code_that_could_not_be_kept_whole_is_not_run(root: Path) -> None:
-    """Plain sbatch keeps it at the first start: where the disk is full, for one."""
+    """Plain sbatch takes the snapshot at the first attempt, which fails on a full disk, for
+    example."""
     stand_in(
         root,
         "scontrol",
@@ -161,7 +161,7 @@ def test_code_that_could_not_be_kept_whole_is_not_run(root: Path) -> None:
     ],
 )
 def test_the_supervisor_runs_on_a_nodes_own_python(name: str) -> None:
-    """Where .venv does not run, it names the node; and it stays outside of containers."""
+    """The supervisor names the node if .venv does not run, and stays outside of containers."""
     tree = ast.parse(
         (Path(jobs.__file__).parents[1] / f"{name}.py").read_text(), feature_version=(3, 9)
     )
@@ -181,13 +181,12 @@ def test_the_supervisor_runs_on_a_nodes_own_python(name: str) -> None:
     assert ours <= known | {"cluster.slurm", "cluster.attempts"}
 
 
-# ---- what it asks of SLURM
-# --------------------------------------------------------------------------------------------
+# ---- its requests to SLURM
 
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    """Job 7 of one node, whose node n2 is bad; programs of `tmp_path` go first."""
+    """Job 7 on one node, with the bad node n2. Programs in `tmp_path` come first on PATH."""
     for name in list(os.environ):
         if name.startswith(("SLURM", "SBATCH")):
             monkeypatch.delenv(name)
@@ -209,7 +208,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.setattr(jobs, "PATIENCE", 1)
     monkeypatch.chdir(tmp_path)
     stand_in(tmp_path, "sinfo", "printf '%s\\n' n1 n2 n3 n4 n4")
-    asks = "case $* in *--jobs=7*) ;; *) exit 1 ;; esac"  # for its own job alone
+    asks = "case $* in *--jobs=7*) ;; *) exit 1 ;; esac"  # only for its own job
     stand_in(
         tmp_path,
         "squeue",
@@ -253,8 +252,8 @@ except End as end:
 def test_the_end_that_slurm_brings_to_a_requeued_start_spares_what_the_start_still_asks(
     job: Job,
 ) -> None:
-    """TERM goes to all its processes as soon as the requeue is taken: also to the scontrol that
-    waits for the answer."""
+    """After a requeue SLURM sends TERM to all processes, including the scontrol that waits for its
+    reply."""
     about = "JobId=7 ExcNodeList=n2,m[1-2],n9 ReqNodeList=(null) Restarts=0"
     does = (
         f"case $1 in requeue) kill -TERM 0; sleep 0.3 ;; -o) echo '{about}' ;; esac; echo $*"
@@ -273,10 +272,10 @@ def test_the_end_that_slurm_brings_to_a_requeued_start_spares_what_the_start_sti
 @pytest.mark.parametrize(
     ("preempted", "words"),
     [
-        ("2026-01-01T10:00:07", "the job was preempted"),  # within its first second
-        ("2026-01-01T10:00:01", "the ranks received a signal"),  # the start before it was
+        ("2026-01-01T10:00:07", "the job was preempted"),  # within the first second of this attempt
+        ("2026-01-01T10:00:01", "the ranks received a signal"),  # before this attempt
         ("None", "the ranks received a signal"),
-        ("", "the ranks received a signal"),  # SLURM does not answer
+        ("", "the ranks received a signal"),  # SLURM does not reply
     ],
 )
 def test_why_a_start_was_stopped(job: Job, preempted: str, words: str) -> None:
@@ -289,7 +288,7 @@ def test_why_a_start_was_stopped(job: Job, preempted: str, words: str) -> None:
 def test_a_requeued_start_records_its_end_unless_the_next_has_begun(
     job: Job, has_next: bool
 ) -> None:
-    """SLURM raises its count when it takes the job back, before the script has ended; a frozen node
+    """SLURM increments its count when it requeues the job, before the script ends. A frozen node
     wakes up later."""
     stand_in(Path(), "scontrol", "echo 'JobId=7 Restarts=1 x'")
     job.begin_start()
@@ -393,7 +392,8 @@ def test_an_error_of_the_supervisor_is_a_failed_start_and_three_are_the_end(
     try:
         for restart in ("0", "1", "2"):
             monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
-            monkeypatch.setenv("STOPPED", str(job.directory))  # it is there: a signal came before
+            # the file exists: a signal came before
+            monkeypatch.setenv("STOPPED", str(job.directory))
             assert jobs.main(["pretrain", "train", "x"]) == 1
     finally:
         for number, handler in before.items():
@@ -463,12 +463,11 @@ def test_slurm_is_asked_again_and_ignores_the_end_of_the_start(job: Job) -> None
 
 
 # ---- when it gives up
-# -------------------------------------------------------------------------------------------------
 
 
 def starts(text: str) -> list[dict[str, Any]]:
-    """Such as `here failed 60`, with commas between: the mark at its beginning, how it ended, and
-    after how many seconds."""
+    """Return the attempts of a text such as `here failed 60,here lost 5`: mark at the beginning,
+    outcome, seconds."""
     return [
         {"restart": number, "began": mark, "how": how, "seconds": int(seconds)}
         for number, (mark, how, seconds) in enumerate(
@@ -482,10 +481,10 @@ def starts(text: str) -> list[dict[str, Any]]:
     [
         (2 * "here failed 60,", ""),
         (3 * "here failed 60,", "failed 3 times without a new checkpoint"),
-        # a start that ended before it knew the run's mark led nowhere, either
+        # an attempt that ended before it knew the run's mark also made no progress
         (2 * "here failed 60," + "unknown lost 0,here failed 60", "failed 3 times"),
         (2 * "here failed 60," + "there failed 60", ""),
-        # another attempt's lock is no failure; for ever it does not go on, either
+        # another attempt's lock is no failure, but the job does not wait for ever
         (2 * "here failed 60," + 6 * "here busy 180,", ""),
         (9 * "here busy 180,", "9 found the run locked"),
         ("here busy 180," + 8 * "here stopped 180,", "9 attempts made no new checkpoint"),

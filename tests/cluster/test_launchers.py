@@ -1,4 +1,4 @@
-"""The files for other launchers: each starts a command of ours, with the addresses that it gives."""
+"""The files for other launchers: each starts one of our commands with the launcher's addresses."""
 
 import os
 import re
@@ -36,7 +36,7 @@ def settings_of(words: list[str]) -> PretrainSettings:
     ],
 )
 def test_kubernetes_knows_every_field(kind: str, model: Any) -> None:
-    """A field that the model does not know is left out by it, and so would not come back."""
+    """The model drops unknown fields, so they would be missing in its output."""
     document = documents()[kind]
     assert model.from_dict(document).to_dict() == document
 
@@ -48,7 +48,7 @@ def test_the_job_and_its_runtime_fit_each_other() -> None:
     pod = replica["template"]["spec"]["template"]["spec"]
     assert (
         replica["name"] == pod["containers"][0]["name"] == "node"
-    )  # the names that the torch runtime fills
+    )  # names that the torch runtime replaces
     assert "torch" in runtime["spec"]["mlPolicy"]
     trainer = job["spec"]["trainer"]
     gpus = trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
@@ -66,7 +66,7 @@ def sky() -> dict[str, Any]:
 
 
 def started(run: str, environment: dict[str, str], tmp_path: Path) -> list[str]:
-    """What the commands start as torchrun, recorded by a program of that name."""
+    """Return the arguments that the commands pass to torchrun, recorded by a stand-in."""
     stand_in = tmp_path / "bin/torchrun"
     stand_in.parent.mkdir()
     stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')

@@ -1,5 +1,5 @@
-"""Plans: which members a file has, what waits for what, what is queued, what becomes of it when one
-job is not taken; and the same without SLURM.
+"""Plans: the members of a file, their dependencies, the queued jobs, and a job that SLURM rejects.
+The same without SLURM.
 """
 
 import itertools
@@ -131,7 +131,7 @@ export: {config: configs/export/demo.yaml, for_each: finetune, run_dir: 'exports
 def test_each_tuned_run_is_evaluated_on_its_own_data_and_exported_after_that(
     checkout: Path,
 ) -> None:
-    """Each seed is a run; settings of the entry itself win."""
+    """Each seed is a run. An entry's own settings take precedence."""
     plan = load_plan(written(EACH_TUNED))
     tuned, knn, views, train, export = plan.stages
     runs = [f"runs/t-{on}/seed-{seed}" for on in "ab" for seed in (3, 4)]
@@ -222,7 +222,7 @@ def test_a_member_that_its_dataset_refuses_is_named(checkout: Path, shapes: Path
 def test_a_place_with_another_run_in_it_is_no_finished_member(checkout: Path) -> None:
     finish(load_plan(written(SMALL)).stages[0].works[0])
     longer, *_ = load_plan(written(SMALL.replace("2 epochs", "3 epochs"))).stages[0].works
-    assert not longer.is_finished()  # it goes on
+    assert not longer.is_finished()  # it resumes
     first, second, *_ = (
         load_plan(written(SMALL.replace("2 epochs", "2 epochs, train.label_smoothing=0.2")))
         .stages[0]
@@ -234,7 +234,6 @@ def test_a_place_with_another_run_in_it_is_no_finished_member(checkout: Path) ->
 
 
 # ---- on SLURM
-# ---------------------------------------------------------------------------------------------------------
 
 
 def calls(checkout: Path, name: str) -> list[list[str]]:
@@ -244,7 +243,7 @@ def calls(checkout: Path, name: str) -> list[list[str]]:
 
 
 def submitted(checkout: Path) -> list[tuple[str, list[str]]]:
-    """The script of each sbatch, and the options before it."""
+    """Return the script and the options of each sbatch call."""
     found = []
     for words in calls(checkout, "sbatch"):
         script = next(word for word in words if word.endswith(".slurm"))
@@ -315,7 +314,7 @@ def test_what_is_queued_is_not_queued_again(
     (slurm / "queue").write_text("101 1 PENDING\n101 0 RUNNING\n9 N/A RUNNING\n107 N/A PENDING\n")
     (slurm / "again.yaml").write_text(
         Path(DEMO).read_text()
-    )  # under another name it writes the same places
+    )  # a second plan that writes to the same places
     capsys.readouterr()
     for path in (DEMO, "again.yaml"):
         assert submit([path, "--dry-run"][::-1]) == 0
@@ -398,7 +397,7 @@ ONE_GPU = "--oversubscribe --gpus-per-node=1 --cpus-per-task=8 --mem=75000M"
             ONE_GPU.replace("--gpus-per-node=", "--gres=gpu:"),
         ),
         ("knn: {%s}", "", {"SBATCH_GPUS": "16"}, ONE_GPU.replace("--gpus-per-node=", "--gpus=")),
-        ("knn: {%s}", "", {"RANKS_PER_NODE": "8"}, ""),  # SLURM does not know of the GPUs
+        ("knn: {%s}", "", {"RANKS_PER_NODE": "8"}, ""),  # SLURM does not know the GPUs
         ("knn: {%s}", "-p nowhere", {}, "-p nowhere"),
         ("pretrain: {%s}", "", {}, ""),
         ("pretrain: {%s, gpus: 2}", "", {}, TWO_GPUS),
@@ -467,14 +466,13 @@ def test_what_is_finished_is_left_out_and_not_waited_for(
 
 
 # ---- without SLURM
-# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.processes
 def test_it_stops_after_a_failure_and_goes_on_from_there(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The dataset is built and verified by the real commands."""
+    """The real commands build and verify the dataset."""
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     small = "source.num_train_per_class=2, source.num_val_per_class=1, source.num_classes=4"
     path = written(
@@ -504,7 +502,7 @@ def test_it_stops_after_a_failure_and_goes_on_from_there(
     said = capsys.readouterr()
     assert "failed with exit code 9" in said.out and "skipped: probe" in said.err
     works = load_plan(path).stages[1].works
-    assert asked == [[*work.words, "--ranks", "3"] for work in works]  # the others of the grid, too
+    assert asked == [[*work.words, "--ranks", "3"] for work in works]  # the rest of the grid, too
     assert main(["run", path, "--ranks", "2"]) == 0
     assert [words[:2] for words in asked[3:]] == [["pretrain", "train"], ["finetune", "probe"]]
     assert asked[3] == [*works[1].words, "--ranks", "2"]
@@ -527,7 +525,7 @@ def test_a_signal_reaches_the_command_which_may_save(checkout: Path) -> None:
     here = Here()
     threading.Thread(target=send, daemon=True).start()
     assert here.run(["saves"]) == 0 and here.received == [signal.SIGUSR2]
-    assert here.run(["saves"]) == 130  # nothing more is started
+    assert here.run(["saves"]) == 130  # no further command starts
     assert (checkout / "saved").read_text() == "SIGUSR2"
 
 

@@ -1,5 +1,5 @@
-"""The pre-flight: whole ones of a few gloo ranks that stand for nodes, what each of them checks,
-and who is blamed for what."""
+"""The pre-flight with a few gloo ranks as nodes: the checks of each rank, and the nodes that are
+blamed."""
 
 import errno
 import json
@@ -23,7 +23,7 @@ MODULE = "tests.cluster.test_preflight"
 
 
 def rank(arguments: list[str], trouble: str) -> int:
-    """The command on a rank; `trouble` is what its device or its network does."""
+    """Run the command on a rank. `trouble` is the fault of its device or network."""
     right = preflight.multiply
     if trouble == "wrong":
         preflight.multiply = lambda a, b: right(a, b) + (torch.arange(a.shape[0]) == 77).to(a.dtype)
@@ -46,8 +46,8 @@ def whole(
     troubles: Mapping[int, str],
     timeout_s: int = 60,
 ) -> Any:
-    """Exit codes, output and lines of preflight.jsonl; a rank whose trouble is "absent" is not
-    started."""
+    """Return exit codes, output and lines of preflight.jsonl. Ranks with the trouble "absent" are
+    not started."""
     nodes = [f"n{number + 1}" for number in range(num_ranks // per_node)]
     shared = {
         "LOCAL_WORLD_SIZE": str(per_node),
@@ -110,7 +110,6 @@ def test_a_node_that_hangs_in_the_all_reduce_is_named_alone(tmp_path: Path) -> N
 
 
 # ---- what a node checks
-# -----------------------------------------------------------------------------------------------
 
 
 def test_a_directory_that_cannot_be_written_is_reported_with_its_reason(tmp_path: Path) -> None:
@@ -175,7 +174,7 @@ def test_as_many_gpus_are_visible_as_slurm_gave_and_what_is_read_is_there(
 
 
 def findings(*kinds: str) -> list[dict[str, Any]]:
-    """One rank on each of n1, n2, ...; a kind of fault for each, or ""."""
+    """Return the findings of one rank on each of n1, n2, ...: a kind of fault, or ""."""
     return [
         {"rank": i, "node": f"n{i + 1}", "faults": [[kind, f"it has {kind}"]] if kind else []}
         for i, kind in enumerate(kinds)
@@ -191,7 +190,7 @@ def findings(*kinds: str) -> list[dict[str, Any]]:
         (findings("no gpu", "no gpu"), ["n1", "n2"], False),  # training would begin on CPUs
         (findings("", "not checked", ""), [], True),
         (findings("scratch"), ["n1"], False),
-        (findings("missing /d"), [], True),  # of one node: may be a setting
+        (findings("missing /d"), [], True),  # on one node: may be a setting
         (findings("", "", "missing /d"), ["n3"], False),
         (findings("", "", "absent"), ["n3"], False),
         (findings("not checked", "no answer", "not checked", "not checked"), ["n2"], True),

@@ -1,5 +1,4 @@
-"""What is read from sbatch's options and from SLURM's words about GPUs and CPUs: functions of
-strings and variables."""
+"""GPUs and CPUs from sbatch's options and SLURM's variables: functions of strings."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""A plan whose stages read each other's checkpoints, by the real commands: what was killed goes on,
-what is finished is known by its weights."""
+"""A plan whose stages read each other's checkpoints, with the real commands. Killed stages resume;
+finished stages are recognized by their weights."""
 
 import shutil
 from pathlib import Path
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands that were begun; the first evaluation is killed as it writes."""
+    """Return the started commands. The first evaluation is killed while it writes."""
     found: list[list[str]] = []
 
     def run(_here: Here, words: list[str]) -> int:
@@ -86,9 +86,7 @@ def test_a_killed_plan_does_what_is_missing_and_new_weights_are_not_finished(
     assert main(["run", "stages.yaml", "--ranks", "1"]) == 0 and len(asked) == 8
     assert all(set(each) == {"finished"} for each in states(plan).values())
     card = Path("exports/seed-0/README.md").read_text()
-    assert (
-        "2 views" in card and "k-NN" in card
-    )  # an export comes after those that its model card tells of
+    assert "2 views" in card and "k-NN" in card  # exports wait for the results in their model card
 
     (weights,) = list_checkpoints(Path("runs/tuned/seed-0"))
     later = write_folder(
@@ -102,7 +100,7 @@ def test_a_killed_plan_does_what_is_missing_and_new_weights_are_not_finished(
     ):
         load_checked("stages.yaml")
     for place in (later, weights):
-        shutil.rmtree(place)  # for its room: what was found stays
+        shutil.rmtree(place)  # to save disk space: the results stay
     assert all(
         set(each) == {"finished"} for name, each in states(plan).items() if name != "finetune"
     )

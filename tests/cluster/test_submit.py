@@ -1,5 +1,5 @@
-"""What `cluster/submit` refuses before it asks sbatch, so that nobody waits in the queue for a
-typing mistake."""
+"""Errors that `cluster/submit` reports before it calls sbatch, so that nobody queues for a typing
+mistake."""
 
 import json
 import re
@@ -181,7 +181,7 @@ def test_a_dataset_that_is_being_built_is_not_built_twice(slurm: Path) -> None:
         ["cluster/data_prep.slurm", SHAPES, "--source", "synthetic"],
     ):
         assert order(*words).writes == {"data/demo-pretrain": "-"}
-    for number in ("8", "9"):  # the parts and their merge
+    for number in ("8", "9"):  # the array tasks and their merge
         note(number, f"-\t{Path('data/demo-pretrain').resolve()}\n")
     (slurm / "queue").write_text("9 0 PENDING\n8 1 RUNNING\n")
     with fails("busy", "data/demo-pretrain") as error:
@@ -191,7 +191,7 @@ def test_a_dataset_that_is_being_built_is_not_built_twice(slurm: Path) -> None:
 
 @pytest.mark.processes
 def test_a_refused_merge_takes_its_parts_back(slurm: Path) -> None:
-    """Otherwise a later wave would take the dataset for queued."""
+    """Otherwise the next submission would find the dataset already queued."""
     (slurm / "refuse").write_text("2\n")
     jobs = ["90"]
     with pytest.raises(RefusedError):
@@ -222,7 +222,8 @@ def test_a_job_takes_nothing_along_of_the_one_that_submits_it() -> None:
 def test_a_job_reads_what_was_kept_and_names_the_users_own_file(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also what a plan names: the configs of its members, and those of the runs that they read."""
+    """The same is true for configs that a plan names: its members' and those of the runs that they
+    read."""
     snapshot, outside, mlp = (
         checkout / "jobs/snapshots/0123abc",
         checkout.parent / "outside.yaml",
@@ -292,7 +293,7 @@ def test_a_job_is_told_what_it_reads_and_what_another_file_system_lacks(
         "export.json",
     )
     assert found["needs_one_rank"] and not found["can_stage"]
-    assert ask(words[:4]) == 0  # what is asked at the end
+    assert ask(words[:4]) == 0  # the question of a job at its end
     assert json.loads(capsys.readouterr().out)["state"] == "unfinished"
 
 

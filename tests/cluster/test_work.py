@@ -1,5 +1,4 @@
-"""When a dataset of a plan counts as finished: only if its recorded config is the one that the plan
-has now."""
+"""A dataset of a plan is finished only if its recorded config equals the plan's."""
 
 import shutil
 from collections.abc import Callable
@@ -36,7 +35,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def built(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """data/photos, built from a folder with a label table and an exclusion list."""
+    """A copy of data/photos, built from a folder with a label table and an exclusion list."""
     monkeypatch.chdir(shutil.copytree(original, tmp_path / "copy"))
 
 
@@ -56,7 +55,8 @@ def _build() -> None:
     ("overrides", "change", "differs"),
     [
         ([], None, ""),
-        (["num_workers=2", "max_reject_fraction=0.5"], None, ""),  # no byte depends on these
+        # the bytes do not depend on these
+        (["num_workers=2", "max_reject_fraction=0.5"], None, ""),
         ([], lambda: Path("photos").rename("archived"), ""),
         ([], lambda: Path("photos.csv").unlink(), ""),
         (["image_size=24"], None, "image_size: 24, was 16"),

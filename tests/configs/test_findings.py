@@ -1,5 +1,5 @@
-"""docs/findings/ has the results of the committed tables and the sizes of the plans, and runs use
-the tuned rates."""
+"""The results and plan sizes in docs/findings/ match the committed tables, and runs use the tuned
+learning rates."""
 
 import importlib
 import json
@@ -69,7 +69,7 @@ def test_every_arm_has_its_best_learning_rate(name: str) -> None:
 
 
 def test_a_claim_that_is_not_true_fails(findings: ModuleType) -> None:
-    """The sign of every rule, on errors that are made up: they rise with the width."""
+    """The verdict of every rule, for synthetic errors that rise and that fall with the width."""
     results = pd.read_parquet(POINTS / "findings_width.parquet")
     noise = results.seed.astype(int) * results.channels / 1e7
     rising = findings.width(results.assign(error=results.width / 1e5 + noise))
@@ -112,7 +112,7 @@ def test_the_correction_counts_tested_comparisons_only(findings: ModuleType) -> 
 
 
 def made_up(rows: Mapping[tuple[str, str], Mapping[str, float]], *axes: str) -> pd.DataFrame:
-    """Return a results table with these columns for each arm, and noise for each of five seeds."""
+    """Return a results table with the columns of each arm, and noise for each of five seeds."""
     template = pd.read_parquet(POINTS / "findings_width.parquet").iloc[0].to_dict()
     noise = np.random.default_rng(0)
     return pd.DataFrame(
@@ -194,8 +194,8 @@ def test_the_conclusion_about_the_gain(
 def test_the_conclusion_about_sparse_mlps(
     findings: ModuleType, change: Mapping[str, float], conclusions: Sequence[str]
 ) -> None:
-    """Errors of made-up networks fall with width. Their CKA is 0.5 with `sparse-m1024`, 0.4 with
-    `sparse-p1`, and 0.55 for two seeds of one network."""
+    """Synthetic errors fall with width. The CKA is 0.5 with `sparse-m1024`, 0.4 with `sparse-p1`,
+    and 0.55 between two seeds of one network."""
     widths = {name: m for each in findings.WIDTHS.values() for name, m in each.items()}
     networks = dict.fromkeys(("sparse-m2048", *findings.DENSITIES), 1_024) | widths
     rows = {
@@ -239,7 +239,7 @@ def sizes_by_omega(spec: AnySpec) -> tuple[int, int, int, int]:
         case StructuredMlpSpec():  # the second layer's factors, as a Mixer's two mixings
             layers, omega = 2, width * (spec.num_rows + spec.num_columns) / 2
         case _:
-            layers = spec.depth + (spec.depth == 1)  # the first matrix of a shallow MLP counts
+            layers = spec.depth + (spec.depth == 1)  # the first matrix of a shallow MLP is included
     assert omega is not None
     return layers, width, round(omega), cost.num_parameters
 

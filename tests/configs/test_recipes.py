@@ -1,5 +1,5 @@
-"""The recipe of each config of the papers, as `show` resolves it: one line for each fact that a
-paper or its public code states, with its section (docs/papers.md, "Recipes")."""
+"""The recipe of each config of the papers, as `show` resolves it. Each line is a fact that a paper
+or its public code states, with its section (docs/papers.md, "Recipes")."""
 
 import pytest
 import yaml

@@ -1,4 +1,4 @@
-"""The `source` and `chosen` rows of the plans are the settings of their runs, one by one."""
+"""The `source` and `chosen` rows of each plan equal the settings of its runs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.ranks import REPOSITORY
 
 @pytest.fixture
 def plan(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Patch) -> Plan:
-    """Return the plan of the name, read in a directory without runs."""
+    """Return the plan of this name, loaded in a directory without runs."""
     monkeypatch.chdir(tmp_path)
     Path("configs").symlink_to(REPOSITORY / "configs")
     return load_plan(f"configs/plan/{getattr(request, 'param', 'scaling_batch_size')}.yaml")
@@ -36,8 +36,8 @@ def without(rows: tuple[Any, ...], name: str) -> tuple[Any, ...]:
 
 
 def test_a_wrong_row_is_found(plan: Plan) -> None:
-    """A wrong value, a value that no run has, a missing setting and a setting that does not
-    exist: each gives one difference."""
+    """A wrong value, a value that no run has, and a setting that is missing or does not exist: each
+    gives one difference."""
 
     def found(name: str, value: Any) -> list[str]:
         section = {"section": "D.1", "settings": {name: value}}

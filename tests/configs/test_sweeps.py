@@ -1,5 +1,5 @@
-"""Every sweep of both papers and its demo variant: resolved as it is, and the first member of each
-demo trained for two steps.
+"""Every sweep of both papers and its demo variant are resolved. The first member of each demo
+trains for two steps.
 """
 
 import json
@@ -71,7 +71,7 @@ MEMBERS = {
     "scaling_batch_size": [4, 16],
     "scaling_ablation": [11, 11],
 }
-"""The number of members of each stage but `prepare`. Values: tests/configs/test_sources.py."""
+"""Number of members of each stage except `prepare`. Values: tests/configs/test_sources.py."""
 OMEGA = {
     "mixer_fig4_width": 2**19,
     "mixer_figS1_left": 2**16,
@@ -110,14 +110,13 @@ def test_the_gpu_hours_in_headers_are_those_of_all_members(plans: dict[str, Plan
 
 @pytest.mark.slow
 def test_the_page_lists_every_item_with_its_plan() -> None:
-    """Else run `make settings`."""
+    """If this fails, run `make settings`."""
     assert replaced(PAGE.read_text()) == PAGE.read_text()
 
 
 @pytest.mark.slow
 def test_no_config_asks_for_nodes_that_make_it_slower(plans: dict[str, Plan]) -> None:
-    """With 4 GPUs and the links of `pretrain estimate`: the nodes in headers of configs, and in
-    plans."""
+    """The nodes in configs' headers and plans, for 4 GPUs and the links of `pretrain estimate`."""
     asked = [
         (work, stage.entry.nodes or 1)
         for name in MEMBERS
@@ -192,7 +191,7 @@ def test_models_fit_their_images_and_have_the_omega_of_their_names(plans: dict[s
 def test_the_first_member_of_each_demo_trains_for_two_steps(
     plans: dict[str, Plan], shapes: Path, tmp_path: Path
 ) -> None:
-    """In one process."""
+    """All runs share one process."""
     stages = [
         next(each for each in plan.stages if each.kind == "pretrain") for plan in demos(plans)
     ]
@@ -218,7 +217,7 @@ def _two_steps(work: Work, shapes: Path, runs: Path) -> list[str]:
 
 
 def train_all(commands: list[list[str]], place: str) -> None:
-    """Train as `pretrain train` does, without the end of its process."""
+    """Train like `pretrain train`, but leave the process at once."""
     os.chdir(place)
     for _, config, *overrides in commands:
         settings = load_settings(PretrainSettings, path=config, overrides=overrides)
@@ -228,7 +227,7 @@ def train_all(commands: list[list[str]], place: str) -> None:
 
 
 def test_the_kept_points_are_of_the_members_that_the_demos_have(plans: dict[str, Plan]) -> None:
-    """Else run `make clean-demos demos`."""
+    """If this fails, run `make clean-demos demos`."""
     kept = {
         (each.plan, each.stage, each.member): json.loads(each.labels)
         for each in read_results([POINTS]).itertuples()
@@ -247,7 +246,7 @@ def test_the_kept_points_are_of_the_members_that_the_demos_have(plans: dict[str,
 
 
 def test_no_demo_variant_ends_near_chance() -> None:
-    """The kept results are more than five standard errors above it."""
+    """The committed accuracies are more than five standard errors above chance."""
     results = read_results([POINTS])
     chance = 1 / results.target.map({name: classes for name, (_, classes, _) in DATASETS.items()})
     standard_error = (chance * (1 - chance) / results.num_test) ** 0.5
@@ -257,8 +256,7 @@ def test_no_demo_variant_ends_near_chance() -> None:
 
 @pytest.mark.processes
 def test_a_demo_runs_by_the_real_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From nothing to the points of its figure: two widths, at both lengths that they keep, and a
-    probe of each."""
+    """A demo from nothing to its figure: two widths at both lengths, and a probe of each."""
     monkeypatch.chdir(tmp_path)
     Path("configs").symlink_to(REPOSITORY / "configs")
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
@@ -268,7 +266,8 @@ def test_a_demo_runs_by_the_real_commands(tmp_path: Path, monkeypatch: pytest.Mo
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert Path("runs/plans/scaling_laws_demo/figure.json").is_file()
     results = results_of_plans([load_checked(plan, is_demo=True)])
-    results = results.assign(epochs=results.epochs.round())  # 1,000 images are not full batches
+    # 1,000 images do not fill the last batch
+    results = results.assign(epochs=results.epochs.round())
     reached = results.set_index(["task", "width", "epochs"]).error
     assert {
         (task, width, epochs)
@@ -280,7 +279,7 @@ def test_a_demo_runs_by_the_real_commands(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def made_points(plan: Plan) -> pd.DataFrame:
-    """Return what `analysis collect` would find, without any training."""
+    """Return the table of `analysis collect` without training."""
     found = dict[str, dict[str, Any]]()
     stages = [stage for stage in plan.stages if stage.kind in ("pretrain", "probe", "tune")]
     for stage, member in [(each, member) for each in stages for member in each.members]:
@@ -294,7 +293,7 @@ def made_points(plan: Plan) -> pd.DataFrame:
             labels = json.loads(base["labels"]) | labels
             epochs = float(length.removesuffix("epochs")) if length else base["epochs"]
             row = base | row | {"own_seed": 0, "epochs": epochs, "test_losses": None}
-        elif stage.kind != "pretrain":  # weights that no stage makes
+        elif stage.kind != "pretrain":  # weights from outside the plan
             spec = spec_of(f"mlp_{Path(source).name.replace('-', '_')}")
             card = make_card(spec, image_size=64)
             row |= about_model(card) | {"weights": source, "epochs": 1.0}
@@ -312,8 +311,7 @@ def made_points(plan: Plan) -> pd.DataFrame:
 
 @pytest.mark.slow
 def test_the_figure_of_each_plan_draws_what_its_members_reach(plans: dict[str, Plan]) -> None:
-    """No two results of one seed at one place, and no mean over two datasets; each result is
-    drawn."""
+    """No two results of a seed at one place, no mean over two datasets; each result is drawn."""
     kinds = Counter[str]()
     for name, plan in plans.items():
         figure, points = figure_settings(plan), made_points(plan)

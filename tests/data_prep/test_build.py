@@ -121,7 +121,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ---- same bytes
-# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.processes
@@ -181,7 +180,6 @@ def test_a_killed_build_leaves_no_worker_and_ends_with_the_bytes_of_an_undisturb
 
 
 # ---- one owner
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.processes
@@ -238,7 +236,6 @@ def test_a_second_builder_is_refused_while_the_first_is_at_work(
 
 
 # ---- nothing lost
-# -----------------------------------------------------------------------------------------------
 
 
 def test_every_input_is_written_or_has_one_line_of_reason_and_hash(tmp_path: Path) -> None:
@@ -369,7 +366,6 @@ def test_splits_share_one_class_list_and_a_class_whose_pictures_are_all_rejected
 
 
 # ---- layout
-# -----------------------------------------------------------------------------------------------------
 
 
 def test_labels_are_the_sorted_class_order_and_raw_samples_stand_at_one_stride(
@@ -518,7 +514,6 @@ def _hashes(shard: Path) -> set[str]:
 
 
 # ---- nothing lies where it would not be read
-# --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,6 @@ def test_a_damaged_list_of_rejects_is_one_line(
 
 
 # ---- whose directory
-# --------------------------------------------------------------------------------------------
 
 THEIRS = ("parts/thesis.txt", "rejected.jsonl", ".tmp-draft", "train-000000.tar", "notes.md")
 

@@ -54,7 +54,6 @@ def dedup(directory: Path, *words: str, out: Path) -> list[dict[str, Any]]:
 
 
 # ---- fingerprints
-# ------------------------------------------------------------------------------------------------
 
 CHANGES: dict[str, tuple[Callable[[Image.Image], Image.Image], float]] = {
     "jpeg of quality 50": (lambda picture: reencoded(picture, 50), 0.99),
@@ -153,7 +152,6 @@ def test_a_hash_does_not_hang_on_the_pictures_beside_it() -> None:
 
 
 # ---- the search
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("near", [0, 1, 4, 6, 10])
@@ -209,7 +207,6 @@ def test_a_thousand_copies_of_one_picture_are_one_group() -> None:
 
 
 # ---- datasets
-# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 
 
 # ---- good shards
-# ------------------------------------------------------------------------------------------------
 
 
 def test_shards_of_stock_writers_are_read_as_they_are(tmp_path: Path) -> None:
@@ -221,7 +220,6 @@ def test_headers_alone_give_the_same_index_and_near_statistics(tmp_path: Path) -
 
 
 # ---- unlabeled
-# -------------------------------------------------------------------------------------------------
 
 
 def test_an_unlabeled_split_is_refused_by_training_in_one_line(tmp_path: Path) -> None:

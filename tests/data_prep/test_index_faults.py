@@ -36,7 +36,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 
 
 # ---- bad samples
-# ------------------------------------------------------------------------------------------------
 
 
 class Trap:
@@ -213,7 +212,6 @@ def test_a_tar_after_a_tar_is_reported(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 # ---- whole or not at all
-# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,6 @@ def test_a_classes_file_of_windows_begins_with_a_mark_and_one_of_another_encodin
 
 
 # ---- what reads a dataset again
-# ----------------------------------------------------------------------------------
 
 
 def every_verb(

@@ -40,7 +40,6 @@ def errors_of(tree: dict[str, Any], schema: type[Settings] = Outer) -> list[tupl
 
 
 # ---- YAML
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -158,7 +157,6 @@ def test_a_file_that_is_not_text_is_unreadable(tmp_path: Path) -> None:
 
 
 # ---- overrides
-# ------------------------------------------------------------------------------------------------
 
 
 def test_overrides_are_read_as_yaml_and_the_last_one_counts(tmp_path: Path) -> None:
@@ -200,7 +198,6 @@ def test_dumped_settings_read_back_as_the_same_ones(tmp_path: Path) -> None:
 
 
 # ---- errors
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -293,7 +290,6 @@ def test_settings_cannot_be_changed_once_they_are_valid() -> None:
 
 
 # ---- the command line
-# -------------------------------------------------------------------------------------------
 
 
 def test_show_prints_settings_that_build_the_same_again(

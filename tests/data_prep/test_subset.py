@@ -48,7 +48,6 @@ def counts_of(directory: Path) -> dict[str, int]:
 
 
 # ---- the choice
-# --------------------------------------------------------------------------------------------------
 
 
 def test_every_class_has_its_share_and_the_total_is_exact(animals: Path, tmp_path: Path) -> None:
@@ -123,7 +122,6 @@ def test_per_class_takes_as_many_of_each_and_names_a_class_that_has_fewer(
 
 
 # ---- what is in it
-# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("encoding", ["raw", "jpeg", "keep"])
@@ -269,7 +267,6 @@ def test_annotations_follow_their_samples(animals: Path, tmp_path: Path) -> None
 
 
 # ---- verify of a subset
-# ------------------------------------------------------------------------------------------
 
 
 def test_only_the_rows_of_the_subset_are_looked_at_and_each_must_point_at_a_picture(
@@ -285,7 +282,6 @@ def test_only_the_rows_of_the_subset_are_looked_at_and_each_must_point_at_a_pict
 
 
 # ---- mistakes and repetition
-# -------------------------------------------------------------------------------------
 
 
 def test_the_same_call_again_changes_nothing_and_another_is_refused(

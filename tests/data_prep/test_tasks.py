@@ -125,7 +125,6 @@ def test_tasks_continue_what_a_build_began_and_the_other_way_round(
 
 
 # ---- what a merge refuses
-# ---------------------------------------------------------------------------------------
 
 
 FOURTH = "train-000004"
@@ -335,7 +334,6 @@ def test_a_stranger_among_the_shards_is_named(
 
 
 # ---- several at once
-# --------------------------------------------------------------------------------------------
 
 
 def at_work(source: Path, out: Path, which: str) -> AbstractContextManager[None]:

@@ -200,7 +200,6 @@ def test_every_flipped_byte_is_found_by_verify_and_by_readers(tmp_path: Path, sa
 
 
 # ---- the command
-# -------------------------------------------------------------------------------------------------
 
 
 def test_what_lies_about_is_a_note_and_no_fault(

@@ -66,7 +66,6 @@ def test_the_work_of_a_killed_worker_is_done_again_once(
 
 
 # ---- the pool
-# ------------------------------------------------------------------------------------------------
 
 
 def start_another() -> int | None:
@@ -127,7 +126,6 @@ def test_an_error_in_a_worker_keeps_its_traceback_and_the_worker_continues(tmp_p
 
 
 # ---- sweeps
-# ------------------------------------------------------------------------------------------------
 
 
 def is_in_this_thread(_: int) -> bool:

@@ -215,7 +215,6 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
 
 
 # ---- a journal written by hand, delivered in this process
-# -------------------------------------------------------------
 
 
 def write_journal(run_dir: Path, *events: dict[str, Any]) -> None:
