@@ -1,4 +1,4 @@
-"""What several files of these tests stand on."""
+"""Fixtures that several test files share."""
 
 import shutil
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ class Refused(Protocol):
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Asserts the exit code of the command that has just ended, and that its complaint is one line
-    with these words."""
+    """Return a function that checks the exit code of the last command, and that its error is one
+    line with these words."""
 
     def check(found: int, *words: str, code: int = 2) -> None:
         lines = [
             line for line in capsys.readouterr().err.splitlines() if "/s " not in line
-        ]  # progress of a slow machine
+        ]  # without a slow machine's progress lines
         assert found == code, lines
         assert all(line.startswith("data_prep: ") for line in lines), lines
         assert all(each.rstrip("\n") in lines[-1] for each in words), lines
@@ -34,13 +34,13 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
 
 @pytest.fixture
 def dataset(shapes: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """Return a copy of the dataset, to damage it."""
     return shutil.copytree(shapes, tmp_path / "shapes")
 
 
 @pytest.fixture
 def server(shards: Path) -> Iterator[tuple[str, Web]]:
-    """Address and faults of a web server over the `shards` of the test's own file."""
+    """Yield the address and the faults of a web server for the test file's `shards`."""
     with web(shards) as found:
         yield found
 

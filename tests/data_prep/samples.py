@@ -1,5 +1,4 @@
-"""What these tests build from and compare: pictures made by hand, folders of classes, all the bytes
-of a directory."""
+"""Inputs of these tests: synthetic images, folders of classes, and the files of a directory."""
 
 import io
 import json
@@ -34,7 +33,7 @@ LOCK = ".lock"
 
 
 def picture(*, seed: int, width: int = 40, height: int = 30) -> Image.Image:
-    """Soft random colors: like a photograph, it survives JPEG and resizing."""
+    """Return soft random colors: like a photograph, they survive JPEG and resizing."""
     knots = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
     return Image.fromarray(knots).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -50,7 +49,7 @@ def png_chunk(name: bytes, body: bytes) -> bytes:
 
 
 def webp(image: Image.Image) -> bytes:
-    """Lossless, whatever PIL was built with."""
+    """Return a lossless WebP, even if PIL was built without WebP."""
     data = cv2.imencode(
         ".webp",
         np.asarray(image)[..., [2, 1, 0, 3][: len(image.mode)]],
@@ -62,8 +61,8 @@ def webp(image: Image.Image) -> bytes:
 def packed_tiff(
     image: Image.Image, pack: Callable[[bytes], bytes], compression: int, **options: Any
 ) -> bytes:
-    """`image` as a TIFF of three compressed strips, whatever PIL was built with; its tags are those
-    of the plain one."""
+    """Return `image` as a TIFF of three compressed strips, even if PIL has no such compression. The
+    tags are those of the uncompressed TIFF."""
     plain = Image.open(io.BytesIO(encoded(image, "TIFF", strip_size=1 << 30, **options)))
     directory, (offset,), (length,) = plain.tag_v2, plain.tag_v2[273], plain.tag_v2[279]
     rows, row = -(-image.height // 3), length // image.height
@@ -86,7 +85,7 @@ def tar_of(
     folder: str = "",
     owner: str = "",
 ) -> bytes:
-    """By tarfile, the folder first."""
+    """Return a tar by tarfile; the folder is its first member."""
     buffer = io.BytesIO()
     with tarfile.open(
         fileobj=buffer, mode="w", format=kind, encoding="utf-8", errors="surrogateescape"
@@ -110,7 +109,7 @@ def write_files(root: Path, files: dict[str, bytes]) -> Path:
 
 
 def write_classes(root: Path, counts: dict[str, int]) -> Path:
-    """`counts[class]` different pictures in each class folder."""
+    """Write `counts[class]` different images into each class folder."""
     numbers = ((name, number) for name, count in counts.items() for number in range(count))
     return write_files(
         root,
@@ -122,7 +121,7 @@ def write_classes(root: Path, counts: dict[str, int]) -> Path:
 
 
 def build(source: Path | str, out: Path, *overrides: str) -> int:
-    """The exit code of the real command on a folder of classes."""
+    """Run the real `build` on a folder of classes. Return its exit code."""
     words = [
         f"source.path={source}",
         "image_size=16",
@@ -134,19 +133,19 @@ def build(source: Path | str, out: Path, *overrides: str) -> int:
 
 
 def change_manifest(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """As if the tool itself had written it so: sealed again."""
+    """Change the manifest and seal it, as if the program had written it."""
     path = directory / MANIFEST_NAME
     tree = unsealed(json.loads(path.read_bytes()))
     change(tree)
     write_json(path, sealed(tree))
-    for of_wids in directory.glob("*-wids.json"):  # which lists the shards as they were
+    for of_wids in directory.glob("*-wids.json"):  # it lists the shards before the change
         of_wids.unlink()
 
 
 def replace_index(
     directory: Path, rows: np.ndarray, *, split: str = "train", shard: int = 0
 ) -> None:
-    """As if the tool itself had written it so."""
+    """Replace an index, as if the program had written it."""
     stored = load_manifest(directory).splits[split].shards[shard]
     np.save(directory / stored.index_file, rows)
     digest = sha256_of(directory / stored.index_file)
@@ -156,7 +155,7 @@ def replace_index(
 
 
 def fork() -> int:
-    """As os.fork, which warns of threads; a child of ours needs none of them."""
+    """Call os.fork without its warning about threads, which these child processes do not need."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
@@ -164,14 +163,13 @@ def fork() -> int:
 
 @dataclass(frozen=True)
 class Child:
-    """`data_prep WORDS` by one worker in a process forked from this one, which need not import
-    anything anew."""
+    """`data_prep WORDS` with one worker in a process forked from this one, without new imports."""
 
     pid: int
     log: Path
 
     def wait(self) -> int:
-        """The exit code."""
+        """Return the exit code."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def ended_well(self) -> bool:
@@ -184,14 +182,14 @@ class Child:
 
 @contextmanager
 def forked(log: Path, *words: str, prepare: Callable[[], object] = lambda: None) -> Iterator[Child]:
-    """The child prepares itself, runs, and writes what it reports to `log`; it ends with the
-    block."""
+    """Run a child process until the end of the block: it calls `prepare`, runs the command, and
+    logs its output to `log`."""
     log.write_text("")
     pid = fork()
     if pid == 0:
         code = 99
         try:
-            os.closerange(3, 1024)  # or it would hold the locks that this process holds
+            os.closerange(3, 1024)  # otherwise the child would hold this process's locks
             sys.stdout = sys.stderr = open(log, "a", buffering=1)
             prepare()
             code = main([*words, "num_workers=1"])
@@ -200,7 +198,7 @@ def forked(log: Path, *words: str, prepare: Callable[[], object] = lambda: None)
     try:
         yield Child(pid, log)
     finally:
-        with suppress(ChildProcessError):  # it has been waited for
+        with suppress(ChildProcessError):  # another call has waited for it
             if os.waitpid(pid, os.WNOHANG) == (0, 0):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
@@ -208,8 +206,8 @@ def forked(log: Path, *words: str, prepare: Callable[[], object] = lambda: None)
 
 @contextmanager
 def held_at_work(mark: Path, *words: str) -> Iterator[None]:
-    """`data_prep WORDS`, held between its plan and its first shard for the length of the block;
-    then it has to finish."""
+    """Pause `data_prep WORDS` between its plan and its first shard during the block. The command
+    must then finish."""
     write_shards = build_room.write_shards
 
     def held(*arguments: Any) -> Any:
@@ -230,8 +228,7 @@ def held_at_work(mark: Path, *words: str) -> Iterator[None]:
 
 @contextmanager
 def started(*words: str, strike: Strike | None = None) -> Iterator[subprocess.Popen[str]]:
-    """`data_prep WORDS` in a process group of its own; whatever is left of the group ends with the
-    block."""
+    """Start `data_prep WORDS` in its own process group, which ends with the block."""
     program = ("data_prep",) if strike is None else ("tests.moments", "data_prep")
     environment = os.environ | ({} if strike is None else strike.environment)
     process = subprocess.Popen(
@@ -251,7 +248,7 @@ def started(*words: str, strike: Strike | None = None) -> Iterator[subprocess.Po
 
 
 def files_of(root: Path) -> dict[str, bytes]:
-    """Everything that stands below `root`, but for locks."""
+    """Return the contents of all files below `root`, without locks."""
     found = {
         str(path.relative_to(root)): path.read_bytes() if path.is_file() else b"a directory"
         for path in sorted(root.rglob("*"))

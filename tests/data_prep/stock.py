@@ -1,4 +1,4 @@
-"""Stock shards, written by webdataset itself, what is made of them, and servers that hold them."""
+"""Stock shards written by webdataset, their indexed datasets, and servers for the shards."""
 
 import hashlib
 import io
@@ -26,7 +26,7 @@ Members = dict[str, bytes]
 
 
 def sample(number: int, *, kind: str = "JPEG", **more: Any) -> dict[str, Any]:
-    """A picture of 40 x 30 pixels, of class `number % 3`."""
+    """Return a sample with an image of 40 x 30 pixels and the class `number % 3`."""
     suffix = {"JPEG": "jpg", "PNG": "png"}[kind]
     return {
         "__key__": f"{number:05d}",
@@ -51,7 +51,7 @@ def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
 
 
 def index(out: Path, train: list[Path | str] | Path | str, *words: str) -> int:
-    """The exit code of the real command."""
+    """Run the real `index`. Return its exit code."""
     patterns = train if isinstance(train, list) else [train]
     flags = [word for pattern in patterns for word in ("--train", str(pattern))]
     return main(
@@ -60,15 +60,14 @@ def index(out: Path, train: list[Path | str] | Path | str, *words: str) -> int:
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> str:
-    """What was said at the end: on a slow machine lines of progress come before it, and nothing
-    else does."""
+    """Return the last line of stderr. Only a slow machine's progress lines may precede it."""
     *before, last = capsys.readouterr().err.splitlines()
     assert all("/s " in line for line in before), before
     return last
 
 
 def rejects(out: Path) -> dict[str, str]:
-    """Path -> reason."""
+    """Return the reason by path."""
     lines = [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
     assert all(len(line["sha256"]) == 64 and line["detail"] for line in lines)
     return {line["path"]: line["reason"] for line in lines}
@@ -89,7 +88,7 @@ def read(directory: Path, split: str = "train") -> tuple[np.ndarray[Any, Any], l
 
 
 def seen(data: bytes, *, size: int = 16) -> np.ndarray[Any, Any]:
-    """The central square, by Pillow alone."""
+    """Return the central square as Pillow reads it."""
     image = Image.open(io.BytesIO(data)).convert("RGB")
     side, left = min(image.size), (image.width - min(image.size)) / 2
     return np.asarray(
@@ -106,23 +105,23 @@ def paths(directory: Path, split: str = "train") -> list[str]:
 
 
 class Web:
-    """A folder behind http, with faults: `faults[name]` are answers to give to the first GETs of a
-    file, before good ones."""
+    """A web server for a folder. `faults[name]` are replies to the first GETs of a file, before
+    good replies."""
 
     def __init__(self, folder: Path):
         self.folder, self.faults, self.gets = folder, dict[str, list[Any]](), dict[str, int]()
         self.marks = True
         self.ranges = False
-        """True if it obeys Range, after If-Range."""
+        """True if the server supports Range and If-Range."""
         self.gate = threading.Event()
-        """What a "stall" waits for, with half of the file sent."""
+        """A "stall" waits for this event after half of the file."""
         self._counting = threading.Lock()
         self.key = ""
-        """A query without which nothing is given out."""
+        """A query that every request must have."""
         self.headers = list[str]()
-        """Of all requests."""
+        """Headers of all requests."""
         self.moved_to = ""
-        """Another server, to which every request for a tar is redirected."""
+        """Another server, to which requests for tars are redirected."""
 
     def answer(self, request: BaseHTTPRequestHandler, *, with_body: bool) -> None:
         name, _, query = request.path.lstrip("/").partition("?")
@@ -162,7 +161,7 @@ class Web:
         data = data[begin:]
         half = len(data) // 2
         if with_body:
-            with suppress(ConnectionError):  # the client may be gone by now
+            with suppress(ConnectionError):  # the client may have disconnected
                 request.wfile.write(data[:half])
                 if fault == "stall":
                     self.gate.wait(30)
@@ -177,7 +176,7 @@ class Web:
 
 @contextmanager
 def web(folder: Path) -> Iterator[tuple[str, Web]]:
-    """(address, the server's state)."""
+    """Yield the address and the server's state."""
     state = Web(folder)
 
     class Handler(BaseHTTPRequestHandler):
@@ -210,8 +209,8 @@ def forget_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def s3_server(folder: Path) -> Iterator[str]:
-    """The storage options, as JSON, of an s3 server whose bucket `pictures` holds the tars of
-    `folder` as some/NAME."""
+    """Yield the storage options, as JSON, of an s3 server. Its bucket `pictures` has the folder's
+    tars as some/NAME."""
     import boto3
     from moto.server import ThreadedMotoServer
 
@@ -220,7 +219,7 @@ def s3_server(folder: Path) -> Iterator[str]:
     host, port = moto.get_host_and_port()
     address = f"http://{host}:{port}"
     with urlopen(Request(f"{address}/moto-api/reset", method="POST")):
-        pass  # what an earlier server of this process holds
+        pass  # remove data of an earlier server in this process
     keys = {
         "aws_access_key_id": "me",
         "aws_secret_access_key": "secret-word",

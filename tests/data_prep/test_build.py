@@ -1,5 +1,5 @@
-"""Properties of a build: the same bytes for any number of workers and after any kill, nothing lost
-silently, one owner of a directory, and one clear line for every mistake.
+"""A build gives the same bytes for any number of workers and after any kill, and loses nothing
+silently. A directory has one owner. Every mistake is a one-line error.
 """
 
 import hashlib
@@ -51,14 +51,13 @@ SHAPES = [
     "image_size=16",
     "samples_per_shard=16",
 ]
-"""A build that draws 276 pictures and packs them into 18 shards: long enough to be caught at
-work."""
+"""A build that draws 276 images and writes 18 shards, long enough to be interrupted."""
 
 
 def running(
     out: Path, *overrides: str, strike: Strike | None = None
 ) -> AbstractContextManager[subprocess.Popen[str]]:
-    """A build of `SHAPES`."""
+    """Start a build of `SHAPES`."""
     words = [
         "build",
         "--source",
@@ -73,7 +72,8 @@ def running(
 
 
 def group_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """What lives of it: the builder, its workers, and those between them."""
+    """Return the living processes of the group: the builder, its workers, and the processes between
+    them."""
     members = list[psutil.Process]()
     for each in psutil.process_iter():
         with suppress(ProcessLookupError):
@@ -83,14 +83,15 @@ def group_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The builder's grandchildren: its children are the fork server and the resource tracker."""
+    """Return the builder's grandchildren: its children are the fork server and the resource
+    tracker."""
     return [
         worker for child in psutil.Process(process.pid).children() for worker in child.children()
     ]
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Also where the first process of a container never reaps the orphans."""
+    """True if the process has ended, even if the container's first process never reaps orphans."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -98,7 +99,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def interrupt_before_the_manifest(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C after the last shard (of 2 samples each) was written."""
+    """Press Ctrl-C after the last shard of 2 samples was written."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -111,8 +112,7 @@ def interrupt_before_the_manifest(source: Path, out: Path, monkeypatch: pytest.M
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that holds dataset and pictures of a build of `SHAPES` by one worker, start to
-    end."""
+    """Return the folder with the dataset and the images of a build of `SHAPES` by one worker."""
     out = tmp_path_factory.mktemp("undisturbed") / "shapes"
     assert (
         main(["build", "--source", "synthetic", "--out", str(out), "num_workers=1", *SHAPES]) == 0
@@ -144,7 +144,7 @@ def test_the_number_of_workers_does_not_change_a_byte(tmp_path: Path) -> None:
     one, three = files_of(tmp_path / "1"), files_of(tmp_path / "3")
     assert (
         len(one) == 1 + 7 * 3 + 3
-    )  # the dataset's folder; shards, indices and paths of 31 inputs; rejected, wids, manifest
+    )  # dataset folder; shards, indices and paths of 31 inputs; rejected, wids, manifest
     assert len(one["animals/rejected.jsonl"].splitlines()) == 3
     assert one == three
 
@@ -153,8 +153,8 @@ def test_the_number_of_workers_does_not_change_a_byte(tmp_path: Path) -> None:
 def test_a_killed_build_leaves_no_worker_and_ends_with_the_bytes_of_an_undisturbed_one(
     tmp_path: Path, undisturbed: Path
 ) -> None:
-    """Killed while it draws (some 300 moments of both workers) and while it writes shards (600), by
-    the worker that gets so far."""
+    """The worker that gets so far kills the build while it draws (300 moments) or writes shards
+    (600)."""
     strikes: list[tuple[int, Literal["group", "main"]]] = [(70, "main"), (150, "group")]
     for moment, target in strikes:
         with running(
@@ -513,7 +513,7 @@ def _hashes(shard: Path) -> set[str]:
         return {hashlib.sha256(picture.read()).hexdigest() for picture in pictures if picture}
 
 
-# ---- nothing lies where it would not be read
+# ---- nothing is where it would not be read
 
 
 @pytest.mark.parametrize(
@@ -638,7 +638,7 @@ def test_shards_made_before_the_source_was_touched_are_made_anew(
 ) -> None:
     source, out = write_classes(tmp_path / "source", {"ant": 8}), tmp_path / "out"
     interrupt_before_the_manifest(source, out, monkeypatch)
-    for path in sorted(source.rglob("*.jpg")):  # other pictures of the same size in bytes
+    for path in sorted(source.rglob("*.jpg")):  # other images with equal file sizes
         os.utime(path, ns=(1, 1))
     before = {path: path.stat().st_mtime_ns for path in out.glob("*.tar")}
     assert len(before) == 4

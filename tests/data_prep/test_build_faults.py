@@ -1,6 +1,6 @@
-"""A build that is cut off between any two of its steps on the file system, a disk that is full, a
-target that cannot be written, a source that vanishes: nothing half-written is taken for whole, and
-the same command goes on to the same bytes.
+"""A build is interrupted between two steps on the file system, or the disk is full, the target is
+read-only, or the source vanishes. No partial file is taken for complete, and the same command
+resumes to the same bytes.
 """
 
 import os
@@ -21,7 +21,7 @@ from tests.errors import printed_errors
 from tests.soak import soaked
 
 STEPS = ("replace", "rename", "fsync", "mkdir", "unlink", "rmdir")
-"""What a build does to the file system, apart from filling temporary files."""
+"""A build's steps on the file system, except writing temporary files."""
 CUT_OFF = 77
 
 
@@ -29,13 +29,13 @@ APART = 4
 
 
 def moments(salt: int) -> range:
-    """Every fourth, or all with four salts."""
+    """Return every fourth step; four salts cover all steps."""
     return range(1 + salt % APART, 200, APART)
 
 
 def cut_off_at(step: int, command: Callable[[], int]) -> int:
-    """The exit code of a command, in a process of its own, that ends without any clean-up just
-    before its `step`th step."""
+    """Run a command in its own process, which exits without clean-up before its `step`th step.
+    Return the exit code."""
     pid = fork()
     if pid == 0:
         left = [step]
@@ -56,14 +56,14 @@ def cut_off_at(step: int, command: Callable[[], int]) -> int:
 
 
 class Case(NamedTuple):
-    """A command that is cut off, and what it works on."""
+    """A command that is interrupted, and its inputs."""
 
     prepare: Callable[[Path, Path], object]
-    """Writes what is there before the command, for (source, out)."""
+    """Writes the files that exist before the command, for (source, out)."""
     command: Callable[[Path, Path], int]
     code: int
     least: int
-    """Steps of the command, at the least."""
+    """Minimum number of the command's steps."""
 
 
 CUT = ("samples_per_shard=3", "max_reject_fraction=1")
@@ -74,8 +74,8 @@ def nothing(_: Path, out: Path) -> None:
 
 
 def parts(source: Path, out: Path) -> None:
-    """Past the share of rejects a merge fails, also when nothing is left to do: a job that depends
-    on it must not begin."""
+    """Above the reject fraction a merge fails even if nothing is left to do: dependent jobs must
+    not start."""
     assert build(source, out, "samples_per_shard=3", "--task=0/1") == 0
 
 
@@ -115,7 +115,7 @@ def test_a_command_cut_off_between_two_steps_goes_on_to_the_same_bytes(
         return source, out
 
     def written(out: Path) -> dict[str, bytes]:
-        """A task leaves temporary names to the merge."""
+        """Return the files; tasks leave temporary names for the merge."""
         names = {each: data for each, data in files_of(out).items() if ".tmp-" not in each}
         return {each: b"" if each.startswith(PARTS) else data for each, data in names.items()}
 
@@ -129,7 +129,7 @@ def test_a_command_cut_off_between_two_steps_goes_on_to_the_same_bytes(
             num_cut += 1
             if (out / "manifest.json").exists():
                 load_manifest(out)  # complete
-            if step % 5 == salt % 5:  # sometimes it is cut off twice
+            if step % 5 == salt % 5:  # sometimes it is interrupted twice
                 again = cut_off_at(step + 2, partial(case.command, source, out))
                 assert again in (CUT_OFF, case.code)
         for _ in range(2):
@@ -166,13 +166,13 @@ def test_a_damaged_list_of_rejects_is_one_line(
     assert printed_errors(capsys.readouterr().err) == [(str(out / "rejected.jsonl"), "damaged")]
 
 
-# ---- whose directory
+# ---- the owner of a directory
 
 THEIRS = ("parts/thesis.txt", "rejected.jsonl", ".tmp-draft", "train-000000.tar", "notes.md")
 
 
 def commands(tmp_path: Path, out: Path) -> dict[str, Callable[[], int]]:
-    """What writes a dataset into a directory that is named."""
+    """Return the commands that write a dataset into a named directory."""
     source = write_classes(tmp_path / "source", {"ant": 3})
     shards = write_stock(tmp_path / "stock" / "0.tar", [sample(1)])
     drawn = [
@@ -207,7 +207,7 @@ def test_what_somebody_keeps_in_the_directory_is_left_alone(
     assert command() == 0
     if name == "drawing":
         return
-    write_files(out, {"parts/thesis.txt": b"mine"})  # when it is ours
+    write_files(out, {"parts/thesis.txt": b"mine"})  # although the directory is ours
     before = files_of(out)
     assert command() == 0
     assert files_of(out) == before
@@ -215,7 +215,7 @@ def test_what_somebody_keeps_in_the_directory_is_left_alone(
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 300 kB."""
+    """Yield a file system of 300 kB."""
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(place)]
@@ -240,7 +240,7 @@ def test_a_full_disk_is_one_line_and_the_build_goes_on_when_there_is_room(
     )
     assert "Traceback" not in said
     assert not (tiny_disk / "animals" / "manifest.json").exists()
-    assert list((tiny_disk / "animals").glob("*.tar"))  # what is finished is kept
+    assert list((tiny_disk / "animals").glob("*.tar"))  # finished shards are kept
     out = tmp_path / "roomy" / "animals"
     shutil.copytree(tiny_disk / "animals", out)
     assert build(source, out, *cut) == 0
@@ -260,7 +260,7 @@ def test_a_target_gone_read_only_is_one_line_and_nothing_is_damaged(
         f"out={tiny_disk / 'animals'}",
         "image_size=16",
     ]
-    with forked(tmp_path / "log", *words) as child:  # which lets go of the disk
+    with forked(tmp_path / "log", *words) as child:  # which releases the disk
         assert child.ended_well()
     before = files_of(tiny_disk)
     subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)
@@ -285,7 +285,7 @@ def test_a_source_that_vanishes_is_one_line_and_the_build_goes_on_when_it_is_bac
 
     def prepare(*words: Any, **named: Any) -> Any:
         work = real(*words, **named)
-        source.rename(tmp_path / "gone")  # as when its disk is unmounted
+        source.rename(tmp_path / "gone")  # as if its disk is unmounted
         return work
 
     monkeypatch.setattr("data_prep.build.build.prepare", prepare)

@@ -1,5 +1,5 @@
-"""What the clients of stores say of a mistake is one line with its remedy; what a provider's chain
-renews goes on by itself."""
+"""Errors of storage clients are one line with a fix. Credentials that a provider's chain renews
+keep working."""
 
 import json
 import threading
@@ -21,12 +21,11 @@ Answer = tuple[int, bytes]
 
 
 GCS = pytest.mark.stores
-"""gcsfs brings grpc with it, which has ended a process of many tests by a fault of the C library at
-its import."""
+"""The import of gcsfs loads grpc, which has crashed a long test process in the C library."""
 
 
 class Store:
-    """A server on loopback that says what it is told to."""
+    """A server on loopback with configurable replies."""
 
     def __init__(self) -> None:
         self.answer: Callable[[BaseHTTPRequestHandler], Answer] = lambda request: (500, b"")
@@ -48,7 +47,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            if self.command != "HEAD":  # whose answers give no reason
+            if self.command != "HEAD":  # HEAD replies give no reason
                 self.wfile.write(body)
 
         do_HEAD = do_GET
@@ -117,7 +116,7 @@ def test_a_refusal_is_one_line_and_asked_for_once_more_at_most(
     options = storage | {"endpoint_url": store.address}
     for ask in (partial(version, num_attempts=4), read_bytes)[
         url.startswith("s3") and status != 403 :
-    ]:  # a client of s3 takes long
+    ]:  # an s3 client takes long
         with fails(code, url) as caught:
             ask(url, storage=options)
         assert "\n" not in str(caught.value) and "word" not in str(caught.value)
@@ -153,7 +152,7 @@ def test_credentials_that_expire_in_the_middle_are_read_anew(
 def test_an_address_that_says_expired_is_no_expired_credential() -> None:
     error = OSError("500, message='Internal Server Error', url='https://host/expired/a.tar'")
     assert not clients.is_refused(error)
-    clients.refuse_hopeless("https://host/expired/a.tar", error)  # so it is tried again
+    clients.refuse_hopeless("https://host/expired/a.tar", error)  # raises nothing: it is retried
 
 
 def test_a_client_that_cannot_be_made_is_one_line(

@@ -1,4 +1,4 @@
-"""Mistakes on the command line and faults of the machine are one line each."""
+"""Mistakes on the command line and faults of the machine are one-line errors."""
 
 import errno
 import os
@@ -68,7 +68,7 @@ def test_a_temporary_folder_that_is_too_long_for_a_socket_is_named(
     words = ("data_prep", "build", "--source", "folder", "--out", "out", "source.path=in")
     done = command(*words, "num_workers=2", TMPDIR=str(folder))
     assert printed_errors(done.stderr) == [("TMPDIR", "unsupported")]
-    # one worker is this process, so no socket is needed
+    # one worker runs in this process and needs no socket
     assert command(*words, "num_workers=1", TMPDIR=str(folder)).returncode == 0
 
 

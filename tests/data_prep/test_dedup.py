@@ -1,4 +1,4 @@
-"""`dedup` finds what is the same picture and nothing else, drops it from training alone, and leaves
+"""`dedup` finds copies of an image and nothing else, drops them from training only, and leaves
 nothing for a second run."""
 
 import json
@@ -22,7 +22,8 @@ from tests.data_prep.samples import build, encoded, files_of, write_files
 
 
 def textured(seed: int, *, size: int = 64) -> Image.Image:
-    """Detail at every scale, as photographs have it (amplitude falls with frequency)."""
+    """Return an image with detail at every scale, like photographs (amplitude falls with
+    frequency)."""
     numbers = np.random.default_rng(seed)
     frequency = np.hypot(*np.meshgrid(np.fft.fftfreq(size), np.fft.fftfreq(size)))
     frequency[0, 0] = 1
@@ -48,7 +49,7 @@ def reencoded(picture: Image.Image, quality: int) -> Image.Image:
 
 
 def dedup(directory: Path, *words: str, out: Path) -> list[dict[str, Any]]:
-    """The lines of the list."""
+    """Return the lines of the list."""
     assert main(["dedup", str(directory), "--workers", "1", "--out", str(out), *words]) == 0
     return [json.loads(line) for line in out.read_text().splitlines()]
 
@@ -67,7 +68,7 @@ CHANGES: dict[str, tuple[Callable[[Image.Image], Image.Image], float]] = {
         0.85,
     ),
 }
-"""What is done to a picture, and the share of pictures that must be found again within 6 bits."""
+"""Change of an image, and the fraction of images that must be found within 6 bits."""
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +102,7 @@ def test_the_same_drawing_in_other_colors_is_another_picture() -> None:
         for paper in ("white", "black")
     ]
     hashes = picture_hashes(pictures)
-    assert len(set(hashes["bits"].tolist())) < 6  # the luma alone would confuse some
+    assert len(set(hashes["bits"].tolist())) < 6  # luma only would confuse some
     assert (compare(hashes, near=6, first=0)[0] == -1).all()
 
 
@@ -129,9 +130,7 @@ def test_line_art_and_digits_are_told_apart_and_photographs_are_still_judged(
         )
         assert (like >= 0).sum() <= 2
     photographs = photographs[:100]
-    on_white = [
-        Image.new("RGB", (96, 96), "white") for _ in photographs
-    ]  # as shops and collections show things
+    on_white = [Image.new("RGB", (96, 96), "white") for _ in photographs]  # like products in shops
     for ground, photograph in zip(on_white, photographs, strict=True):
         ground.paste(photograph, (16, 16))
     for pictures in (photographs, on_white):
@@ -216,8 +215,8 @@ def pictures() -> list[Image.Image]:
 
 @pytest.fixture
 def source(tmp_path: Path, pictures: list[Image.Image]) -> Path:
-    """20 pictures in train, 4 in val, and: one of train twice, one of train again as a bad JPEG,
-    one of val in train."""
+    """Write 20 train and 4 val images. Copies: a train image twice, a train image as a bad JPEG,
+    and a val image in train."""
     files = {
         f"train/ant/{number:02d}.png": encoded(pictures[number], "PNG") for number in range(20)
     }
@@ -365,7 +364,7 @@ def test_kept_hashes_are_used_again_and_those_of_changed_shards_are_not(
     assert hashed == []
     other = pack(source, tmp_path / "other", "samples_per_shard=12")
     dedup(other, "--hashes", str(tmp_path / "hashes"), out=tmp_path / "c.jsonl")
-    assert sum(hashed) == 23  # the one shard of val is the same
+    assert sum(hashed) == 23  # val's only shard is the same
 
 
 def test_the_summary_counts_what_the_list_holds(

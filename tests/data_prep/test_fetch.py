@@ -1,4 +1,4 @@
-"""`data_prep fetch`: a file is right or absent, and a failure is one line."""
+"""`data_prep fetch` leaves a correct file or none, and a failure is a one-line error."""
 
 import hashlib
 import re

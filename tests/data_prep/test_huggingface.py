@@ -1,5 +1,5 @@
-"""Hugging Face's `datasets` and ours: what it has saved is built of the very bytes that it reads,
-and it reads what we build."""
+"""Hugging Face's `datasets` and our datasets: `build` reads the exact bytes that it saved, and it
+reads our builds."""
 
 import io
 import json
@@ -24,7 +24,7 @@ COUNTS = {"train": 11, "validation": 4}
 
 
 def saved(split: str, *, label: Any = None) -> datasets.Dataset:
-    """Of pictures in PNG and JPEG; the labels are classes with names unless others are given."""
+    """Return PNG and JPEG images. Labels are named classes unless `label` gives another type."""
     numbers = range(COUNTS[split]) if split == "train" else range(20, 20 + COUNTS[split])
     kind = datasets.ClassLabel(names=CLASSES) if label is None else datasets.Value(label)
     value = {"string": lambda number: CLASSES[number % 3]}.get(label, lambda number: number % 3)
@@ -48,7 +48,7 @@ def _quiet() -> None:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same data in each form."""
+    """Return the same data in each form."""
     root = tmp_path_factory.mktemp("huggingface")
     both = datasets.DatasetDict({split: saved(split) for split in COUNTS})
     both.save_to_disk(root / "disk", num_shards={"train": 3, "validation": 1})
@@ -75,7 +75,7 @@ def pack(source: Path, out: Path, *words: str) -> int:
 
 
 def stored(directory: Path, split: str) -> Counter[tuple[bytes, str]]:
-    """(the picture's bytes, its class) by the index alone."""
+    """Return the image bytes and classes by the index only."""
     manifest, found = load_manifest(directory), Counter[tuple[bytes, str]]()
     for shard in manifest.splits[split].shards:
         content = (directory / shard.file).read_bytes()
@@ -223,7 +223,7 @@ def test_a_missing_picture_is_a_reject_and_mistakes_are_one_line(
     assert reasons == {
         "not_held",
         "empty",
-    }  # a path is not read: it may be any file of this machine
+    }  # a path is ignored, because it may be any file of this machine
 
 
 def test_datasets_reads_what_we_build(tmp_path: Path) -> None:
@@ -252,8 +252,7 @@ def test_datasets_reads_what_we_build(tmp_path: Path) -> None:
 def test_datasets_drops_a_format_of_mixed_shards_and_build_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If `datasets` should come to read all of them, the line of `build` and docs/data.md can
-    go."""
+    """When `datasets` reads all formats, remove `build`'s warning and its text in docs/data.md."""
     pngs = {f"bee/{number}.jpg": encoded(picture(seed=number), "PNG") for number in range(12)}
     source = write_files(write_classes(tmp_path / "in", {"ant": 16}), pngs)
     assert build(source, tmp_path / "out", "encoding=keep", "order=listed") == 0

@@ -1,6 +1,5 @@
-"""Properties of `images`: every usable picture becomes upright RGB of the asked-for size, as an
-independent computation has it; everything else becomes a Rejection with the right reason, whatever
-is wrong with the bytes.
+"""`images` turns every usable image into upright RGB of the requested size, as an independent
+computation does. All other bytes give a Rejection with the right reason.
 """
 
 import io
@@ -79,7 +78,7 @@ def test_metadata_is_dropped_from_what_is_written() -> None:
     [
         ("RGBA", (0, 0, 0, 0), (255, 255, 255)),
         ("RGBA", (0, 0, 0, 255), (0, 0, 0)),
-        ("RGBA", (255, 0, 0, 51), (255, 204, 204)),  # a fifth of red over white
+        ("RGBA", (255, 0, 0, 51), (255, 204, 204)),  # one fifth of red over white
         ("LA", (0, 51), (204, 204, 204)),
         ("L", 77, (77, 77, 77)),
         ("1", 1, (255, 255, 255)),
@@ -98,7 +97,8 @@ def test_other_modes_become_rgb_with_transparency_over_white(
 def bicubic_weights(
     size_in: int, size_out: int, start: float, length: float
 ) -> NDArray[np.float64]:
-    """(size_out, size_in): Keys' cubic (a = -1/2), stretched by the ratio when it shrinks."""
+    """Return weights of shape (size_out, size_in): Keys' cubic (a = -1/2), stretched by the ratio
+    for shrinking."""
     ratio = length / size_out
     stretch = max(ratio, 1.0)
     centers = start + (np.arange(size_out) + 0.5) * ratio
@@ -161,8 +161,8 @@ def area(pixels: Pixels, width: int, height: int) -> Pixels:
 
 
 def test_longer_side_and_area_are_what_ffcv_did_for_the_public_checkpoints() -> None:
-    """By hand: shrunk to a longer side of 64 (numbers are cut), and enlarged never; the middle, cut
-    too; then 64 px."""
+    """Computed independently: shrink the longer side to 64 (truncated), never enlarge, crop the
+    center (truncated), resize to 64 px."""
     wide, high, small = (
         np.asarray(picture(seed=3, width=w, height=h)) for w, h in ((160, 100), (67, 101), (50, 31))
     )
@@ -242,7 +242,7 @@ def test_keep_returns_the_input_with_the_extension_of_its_true_format(
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A well-formed PNG that claims any size and has no pixels."""
+    """Return a well-formed PNG header of any size without pixels."""
     size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return (
         b"\x89PNG\r\n\x1a\n"
@@ -295,7 +295,7 @@ def test_what_cannot_be_used_is_rejected_with_its_reason(data: bytes, reason: st
 def test_explain_says_what_is_lost(
     setting: str, word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A wide image that is red at both ends and transparent in its middle becomes white."""
+    """A wide image that is red at both ends and transparent in the center becomes white."""
     assert main(["explain", "build", setting]) == 0
     assert word in capsys.readouterr().out
     image = Image.new("RGBA", (40, 10), "red")
@@ -327,7 +327,7 @@ def test_the_pixel_cap_is_judged_by_the_header_alone(monkeypatch: pytest.MonkeyP
 def test_the_budget_counts_the_pixels_of_a_draft_unless_the_picture_is_read_whole_again(
     encoding: str, draft: bool, is_taken: bool
 ) -> None:
-    data = encoded(picture(seed=1, width=200, height=160))  # a half at 16 pixels: 100 x 80
+    data = encoded(picture(seed=1, width=200, height=160))  # half size for 16 pixels: 100 x 80
     budget = spec(encoding=encoding, draft=draft, max_pixels=100 * 80)
     if is_taken:
         assert convert(data, budget).pixels.size == (16, 16)
@@ -358,8 +358,7 @@ for path in sys.argv[1:]:
 
 @pytest.mark.processes
 def test_running_out_of_memory_is_no_fault_of_the_picture(tmp_path: Path) -> None:
-    """Of each decoder, wherever it was: in a process that has less than a picture needs, then
-    more."""
+    """Each decoder first has less memory than an image needs, then more."""
     image = Image.new("RGB", (1400, 1400), (9, 200, 3))
     files = {
         "jpeg": encoded(image, progressive=True),
@@ -385,7 +384,7 @@ def test_the_sums_are_those_of_all_pixels_of_any_size_and_reading_them_does_not_
 ):
     numbers, found = np.random.default_rng(0), ChannelSums()
     assert found.totals == ((0, 0, 0), (0, 0, 0), 0)
-    rows = np.zeros((0, 3), object)  # Python's own integers: they cannot overflow
+    rows = np.zeros((0, 3), object)  # Python integers cannot overflow
     for size in (16, 16, 300, 300, 300, 16):  # more than one strip
         pixels = numbers.integers(0, 256, (size, size, 3), dtype=np.uint8)
         found.add(Image.fromarray(pixels))

@@ -1,6 +1,5 @@
-"""One rule for JPEGs that are damaged, whatever their kind: what libjpeg-turbo warns of inside a
-scan is a rejection in its words, and what does no harm to the pixels is none. Held against
-libjpeg-turbo itself in strict mode, and against markers set by hand.
+"""JPEGs with damage are rejected if libjpeg-turbo warns inside a scan, with its words. Harmless
+damage is accepted. Compared with libjpeg-turbo in strict mode and with markers set by hand.
 """
 
 from collections.abc import Callable
@@ -23,7 +22,7 @@ PROGRESSIVE = (1, 6, 7)
 
 
 def original(number: int) -> bytes:
-    """Eight kinds, one after the other."""
+    """Return one of eight kinds of JPEGs."""
     noise = np.random.default_rng(number).normal(0, 12, (90, 120, 3))
     soft = np.asarray(picture(seed=number, width=120, height=90))
     image, turned = Image.fromarray((soft + noise).clip(0, 255).astype(np.uint8)), Image.Exif()
@@ -46,7 +45,7 @@ def in_scan(data: bytes, generator: np.random.Generator, *, room: int = 2) -> in
 
 
 def scan_of(data: bytes) -> int:
-    """Where the entropy-coded data of the first scan begins."""
+    """Return the start of the first scan's entropy-coded data."""
     at = data.index(b"\xff\xda")
     return at + 2 + int.from_bytes(data[at + 2 : at + 4])
 
@@ -78,7 +77,7 @@ def warning_of(data: bytes) -> str | None:
 def test_damage_that_the_decoder_notices_is_rejected_in_its_words(
     damage: Change, least: int, salt: int
 ) -> None:
-    """And in those of no other: the fallback that took it silently is gone."""
+    """The reason has libjpeg-turbo's words. No other decoder reads the file silently."""
     generator, num_rejected = np.random.default_rng(1 + salt), 0
     for number in range(160):
         whole = original(number)
@@ -112,7 +111,7 @@ def before_end(extra: bytes) -> Change:
 
 
 def header_junk(data: bytes, generator: np.random.Generator) -> bytes:
-    """Between the first segments and before the scan."""
+    """Insert bytes between the first segments and before the scan."""
     at, junk = data.index(b"\xff\xdb"), bytes(generator.integers(0, 255, 9, dtype=np.uint8))
     scan = data.index(b"\xff\xda")
     return data[:at] + junk + data[at:scan] + junk[:3] + data[scan:]
@@ -123,7 +122,8 @@ def other_jfif(data: bytes, _: np.random.Generator) -> bytes:
 
 
 def other_adobe(data: bytes, _: np.random.Generator) -> bytes:
-    """Of an unknown transform; libjpeg takes it for YCbCr, which CMYK is not."""
+    """Add an Adobe marker with an unknown transform. libjpeg assumes YCbCr, which is wrong for
+    CMYK."""
     return (
         data[:2] + b"\xff\xee\0\x0eAdobe\0\x64\0\0\0\0\7" + data[2:]
         if b"Adobe" not in data
@@ -200,7 +200,7 @@ def test_damage_by_its_words(number: int, change: Change, words: str) -> None:
         (
             lambda data: data[:-900] + bytes(900),
             "truncated",
-        ),  # a download that stopped, after its room was reserved
+        ),  # a download that stopped after its space was reserved
         (lambda data: data[: scan_of(data)], "truncated"),
         (lambda data: data[: data.index(b"\xff\xdb") + 9], "truncated"),
         (lambda data: data[:3], "truncated"),
@@ -213,7 +213,7 @@ def test_damage_by_its_words(number: int, change: Change, words: str) -> None:
 def test_a_jpeg_that_ends_early_has_the_true_reason(
     number: int, change: Callable[[bytes], bytes], reason: str
 ) -> None:
-    """Nobody knows how many scans a progressive one should have, so it may lack more than its end
+    """A progressive JPEG does not state its number of scans: it may lack more than the end
     marker."""
     if reason == "no_end_marker" and number in PROGRESSIVE:
         reason = "truncated"

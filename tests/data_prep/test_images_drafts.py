@@ -1,6 +1,5 @@
-"""Properties of drafts and of the decoder of JPEGs: what a draft changes stays within the tolerance
-that `images` states, on photographs and on the worst content; the square it cuts is the right one;
-it makes what Pillow makes, pixel for pixel.
+"""A draft's changes are within the tolerance in `images`, for photographs and the worst content,
+and its square is correct. The JPEG decoder agrees with Pillow in every pixel.
 """
 
 import io
@@ -21,8 +20,8 @@ Pixels = NDArray[np.uint8]
 
 
 def like_a_photograph(seed: int, *, width: int, height: int) -> Pixels:
-    """Noise whose amplitude falls with frequency, a little faster in color than in brightness, as
-    photographs' does."""
+    """Return noise whose amplitude falls with frequency, slightly faster in color than in
+    brightness, as in photographs."""
     generator = np.random.default_rng(seed)
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
     frequency[0, 0] = 1
@@ -51,7 +50,7 @@ def worst_contents(side: int) -> Iterator[Pixels]:
 
 
 def differences(data: bytes, *, size: int, crop: str) -> Pixels:
-    """What a draft changes of the written picture."""
+    """Return how a draft changes the written image."""
     specs = [
         ImageSpec.model_validate({"image_size": size, "crop": crop, "draft": draft})
         for draft in (True, False)
@@ -61,7 +60,7 @@ def differences(data: bytes, *, size: int, crop: str) -> Pixels:
 
 
 SIDES = [(64, 256), (64, 300), (32, 200), (32, 511), (16, 256), (16, 300), (16, 768), (16, 1000)]
-"""(size, shorter side): every scale at its very margin, and above it."""
+"""(size, shorter side): the limit of every scale, and a larger side."""
 
 
 @pytest.mark.parametrize(("size", "side"), SIDES)
@@ -105,8 +104,7 @@ def test_a_draft_is_taken_at_its_margin_and_never_below() -> None:
 def test_the_square_of_a_draft_is_that_of_the_full_picture_however_it_is_turned(
     width: int, height: int, orientation: int
 ) -> None:
-    """Odd sides: the last pixel of a draft lies over the edge by half, which must not move the
-    square."""
+    """Odd sides: the last pixel of a draft is half outside, which must not move the square."""
     exif = Image.Exif()
     exif[0x0112] = orientation
     ramps = np.stack(
@@ -134,7 +132,7 @@ def test_the_square_of_a_draft_is_that_of_the_full_picture_however_it_is_turned(
 def test_jpegs_are_what_pillow_makes_of_them(
     mode: str, options: dict[str, int], scale: int
 ) -> None:
-    """Which has libjpeg-turbo, too. It drafts no CMYK."""
+    """Pillow uses libjpeg-turbo, too. It has no drafts for CMYK."""
     data = encoded(
         picture(seed=1, width=141, height=99).convert(mode),
         comment=b"\xff\xda",

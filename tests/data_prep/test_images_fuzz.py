@@ -1,8 +1,7 @@
-"""Whatever the bytes: a picture of the asked-for size or a rejection, the same both times, and
-nothing else ever.
+"""Any bytes give an image of the requested size or a rejection, the same result twice.
 
-Thousands of damaged files of every format: flipped bits, cuts, splices, headers overwritten.
-(Damage that claims 100 million pixels is a picture like another, but slow: the budget is low.)
+Thousands of damaged files of every format: flipped bits, cuts, splices, overwritten headers.
+(Damage that claims 100 million pixels is valid, but slow: the limit is low.)
 """
 
 import io
@@ -28,7 +27,7 @@ Mutation = Callable[[bytearray, np.random.Generator], bytes]
 
 
 def seeds() -> dict[str, bytes]:
-    """One small file of every kind that a build meets; sizes that make drafts of the JPEGs."""
+    """Return a small file of every kind in a build. The JPEGs are large enough for drafts."""
     image, exif = picture(seed=1, width=43, height=37), Image.Exif()
     exif[0x0112] = 6
     frames = [picture(seed=seed, width=19, height=17) for seed in (2, 3)]
@@ -70,7 +69,7 @@ def cut(data: bytearray, generator: np.random.Generator) -> bytes:
 
 
 def splice(data: bytearray, generator: np.random.Generator) -> bytes:
-    """A piece is taken out, or repeated elsewhere."""
+    """Remove a piece, or repeat it elsewhere."""
     begin, end, to = sorted(generator.integers(0, len(data), 3).tolist())
     return bytes(
         data[:begin] + data[end:]
@@ -80,8 +79,8 @@ def splice(data: bytearray, generator: np.random.Generator) -> bytes:
 
 
 def edit_header(data: bytearray, generator: np.random.Generator) -> bytes:
-    """Numbers that sizes, counts and offsets take badly, among the first bytes, or the last ones,
-    where a TIFF has its own."""
+    """Write extreme sizes, counts and offsets into the first bytes, or into the last bytes (a
+    TIFF's directory)."""
     for _ in range(int(generator.integers(1, 4))):
         at, width = (
             int(generator.integers(0, min(len(data), 200))),

@@ -1,6 +1,5 @@
-"""Properties of every pixel mode and of every format's peculiarities, against values worked out by
-hand: converted rightly, or rejected with a reason that says what is the matter, with the same words
-every time.
+"""Every pixel mode and special case of a format, compared with values computed by hand: converted
+correctly, or rejected with a clear and constant reason.
 """
 
 import io
@@ -44,7 +43,7 @@ def rejection_of(data: bytes) -> tuple[str, str]:
 def png(
     width: int, height: int, rows: bytes, *, bits: int, color_type: int, transparent: bytes = b""
 ) -> bytes:
-    """Written by hand: Pillow writes neither 16-bit color nor 2-bit gray."""
+    """Return a PNG without Pillow, which writes neither 16-bit color nor 2-bit gray."""
     header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, color_type, 0, 0, 0))
     extra = png_chunk(b"tRNS", transparent) if transparent else b""
     lines = b"".join(
@@ -69,7 +68,7 @@ def tiff(
     size: tuple[int, int] = (2, 1),
     compression: int = 1,
 ) -> bytes:
-    """A little-endian TIFF of one gray strip."""
+    """Return a little-endian TIFF of one gray strip."""
     entries = [
         (256, 4, size[0]),
         (257, 4, size[1]),
@@ -96,11 +95,11 @@ def tiff(
     )
 
 
-# ---- what Pillow decodes
+# ---- formats that Pillow decodes
 
 
 def run_length_bmp() -> bytes:
-    """Two pixels of a palette, packed by runs."""
+    """Return two palette pixels in run-length encoding."""
     header = struct.pack("<IiiHHIIiiII", 40, 2, 1, 1, 8, 1, 4, 0, 0, 2, 0)
     return (
         b"BM"
@@ -112,7 +111,7 @@ def run_length_bmp() -> bytes:
 
 
 def of_a_rare_subsampling(mode: str = "CMYK", **options: object) -> bytes:
-    """A JPEG that TurboJPEG does not know."""
+    """Return a JPEG whose subsampling TurboJPEG does not support."""
     return encoded(picture(seed=1).convert(mode), subsampling=2, **options)
 
 
@@ -170,7 +169,7 @@ def test_a_file_starts_the_listed_decoders_of_pillow_only_and_no_jpeg_starts_any
 def test_an_image_with_another_decoder_or_pixels_outside_of_it_is_rejected(
     changed: dict[str, object], reason: str
 ) -> None:
-    """The extents are checked by Pillow 12.2, not by Pillow-SIMD 12.1."""
+    """Pillow 12.2 checks the extents; Pillow-SIMD 12.1 does not."""
     image = Image.open(io.BytesIO(FILES["png"]))
     check_tiles(image)
     image.tile = [image.tile[0]._replace(**changed)]
@@ -199,8 +198,8 @@ def test_adobe_cmyk_is_not_taken_for_its_negative() -> None:
 
 
 def test_ycck_is_turned_back_into_ink() -> None:
-    """Adobe's YCCK: Y, Cb, Cr of the inverted inks beside the inverted black. Pillow writes none,
-    so a CMYK one is relabeled."""
+    """Adobe's YCCK stores Y, Cb, Cr of the inverted inks, and the inverted black. Pillow cannot
+    write YCCK: the test relabels a CMYK JPEG."""
     r, g, b = CMYK_INK[
         :3
     ]  # YCCK's "RGB" is the inverse of what an Adobe file stores, which is the inverse of the ink
@@ -381,7 +380,7 @@ def riff(*chunks: tuple[bytes, bytes]) -> bytes:
 
 
 def extended(image: Image.Image, *chunks: tuple[bytes, bytes], flags: int) -> bytes:
-    """A canvas around the one frame, and chunks behind it."""
+    """Return a canvas with one frame, followed by chunks."""
     width, height = (struct.pack("<I", side - 1)[:3] for side in image.size)
     frame = webp(image)[20:]
     return riff((b"VP8X", struct.pack("<I", flags) + width + height), (b"VP8L", frame), *chunks)
@@ -437,7 +436,7 @@ def test_a_wrong_webp_is_damaged_and_a_large_one_is_never_decoded() -> None:
     wrong = [
         whole[:20] + b"\0" + whole[21:],  # no signature
         whole[:30] + bytes(range(256)) + whole[286:],
-        canvas[:24] + b"\x50" + canvas[25:],  # another size than its frame's
+        canvas[:24] + b"\x50" + canvas[25:],  # not the size of its frame
         riff((b"VP8L", whole[20:-200])),
     ]
     assert [rejection_of(data)[0] for data in wrong] == ["damaged"] * 4
@@ -452,7 +451,7 @@ def test_a_wrong_webp_is_damaged_and_a_large_one_is_never_decoded() -> None:
 
 
 def avif(pixels: Pixels, *properties: tuple[bytes, int]) -> bytes:
-    """An AVIF image, with further properties of one byte each (irot, imir)."""
+    """Return an AVIF image with additional one-byte properties (irot, imir)."""
     data = imagecodecs.avif_encode(pixels, level=100, pixelformat="444")
     for name, value in properties:
         end = data.index(b"ipma") - 4
@@ -555,7 +554,7 @@ def test_a_damaged_webp_avif_or_jpeg_xl_is_rejected(kind: str) -> None:
 
 
 def photographs() -> dict[str, Image.Image]:
-    """One in each mode that TIFFs have and that is read."""
+    """Return an image in each TIFF mode that is supported."""
     image = picture(seed=1, width=41, height=31)
     gray = np.asarray(image.convert("L")).astype(np.uint16) * 257
     layered = image.convert("RGBA")
@@ -690,7 +689,7 @@ def test_a_compressed_tiff_is_judged_before_it_is_unpacked(monkeypatch: pytest.M
 
     assert (
         rejection_of(huge(20))[0] == "damaged"
-    )  # the file is whole, but unpacks to 99 of 400 bytes
+    )  # the file is complete, but unpacks to 99 of 400 bytes
     assert (
         rejection_of(
             tiff(
@@ -708,7 +707,7 @@ def test_a_compressed_tiff_is_judged_before_it_is_unpacked(monkeypatch: pytest.M
     assert rejection_of(huge(20_000))[0] == "too_many_pixels"
 
 
-# ---- what is none, or not whole
+# ---- other bytes and incomplete files
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "TIFF", "PPM"])

@@ -1,5 +1,5 @@
-"""`data_prep index` makes stock shards a dataset that our reader reads, and leaves them as they
-are; no bad sample goes unsaid."""
+"""`data_prep index` makes a dataset of stock shards without changing them, and reports every bad
+sample."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,7 @@ from tests.data_prep.stock import (
     write_tar,
 )
 
-# stock webdataset leaves the files that it has read to the garbage collector
+# stock webdataset does not close the files that it has read
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 
 
@@ -71,7 +71,8 @@ def test_shards_of_stock_writers_are_read_as_they_are(tmp_path: Path) -> None:
 def test_an_index_of_a_built_dataset_has_its_content(
     request: pytest.FixtureRequest, tmp_path: Path, fixture: str
 ) -> None:
-    """Hence its order: what the build wrote beside the tars, and where they lie, does not count."""
+    """Therefore the same order. The files that `build` wrote next to the tars, and the folder, do
+    not matter."""
     built: Path = request.getfixturevalue(fixture)
     manifest = load_manifest(built)
     (tmp_path / "classes").write_text("\n".join(manifest.classes))
@@ -94,7 +95,7 @@ def test_an_index_of_a_built_dataset_has_its_content(
     assert found.encoding == "raw"
     assert (
         found.pixels_hash == manifest.pixels_hash
-    )  # so that the channels, too, are those of the same pixels
+    )  # so that the channel statistics use the same pixels
     orders = [
         load_training_data(DataSettings(dataset=str(place)))
         .order(seed=3, global_batch_size=8)
@@ -153,7 +154,7 @@ def test_a_reader_turns_lays_over_white_and_squashes_or_crops_as_the_index_says(
 ) -> None:
     turned, wide = picture(seed=1, width=48, height=32), picture(seed=2, width=64, height=32)
     exif = Image.Exif()
-    exif[0x0112] = 6  # the row that is first stands at the right
+    exif[0x0112] = 6  # the first row is at the right
     clear = Image.new("RGBA", (16, 16), (255, 0, 0, 0))
     samples = [
         {"__key__": "turned", "png": encoded(turned, "PNG", exif=exif.tobytes()), "cls": 0},
@@ -189,7 +190,7 @@ def test_longer_side_and_area_stand_in_the_manifest_and_are_what_a_reader_does(
     (small,) = read(out)[0]
     corners = small[[0, 0, -1, -1], [0, -1, 0, -1]].astype(
         float
-    )  # each lies in one pixel of the 10 x 10
+    )  # each is in one pixel of the 10 x 10
     assert np.abs(corners - shrunk[[0, 0, -1, -1], [0, -1, 0, -1]]).max() <= 1
     np.testing.assert_allclose(manifest.channel_mean, small.mean(axis=(0, 1)) / 255, atol=1e-6)
 

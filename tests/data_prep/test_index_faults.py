@@ -1,5 +1,5 @@
-"""What is bad in stock shards is said: a line for every bad sample, one line for a damaged shard; a
-dataset is whole or not there."""
+"""Bad samples in stock shards have one line each, a damaged shard has one line, and a dataset is
+complete or absent."""
 
 import gzip
 import json
@@ -31,7 +31,7 @@ from tests.data_prep.stock import (
 )
 from tests.errors import printed_errors
 
-# stock webdataset leaves the files that it has read to the garbage collector
+# stock webdataset does not close the files that it has read
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 
 
@@ -144,7 +144,7 @@ FOREIGN = [
 def test_shards_without_the_label_are_refused_with_where_it_may_be_and_leave_nothing_behind(
     others: dict[str, bytes], words: str, tmp_path: Path, refused: Refused
 ) -> None:
-    """And what the message says works: by the same command, in the same place."""
+    """The fix in the message works with the same command in the same directory."""
     names = ["ant", "bee", "ant"]
     members = [
         (f"{number}.{ending}", data.replace(b"ant", name.encode()))
@@ -178,8 +178,7 @@ def test_a_key_that_is_no_utf_8_and_one_of_two_pictures_that_is_chosen(tmp_path:
 def test_a_hint_at_what_most_rejects_need_helps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Pictures whose endings have two parts, two pictures for each key, and keys that stand there
-    twice."""
+    """Images with two-part suffixes, two images for each key, and repeated keys."""
     jpg, png = encoded(picture(seed=1)), encoded(picture(seed=2), "PNG")
     for members, reason, words in (
         ([("a.image.png", png), ("a.cls", b"0"), ("b.image.png", png), ("b.cls", b"1")], "no_image", "image.png"),
@@ -211,7 +210,7 @@ def test_a_tar_after_a_tar_is_reported(tmp_path: Path, capsys: pytest.CaptureFix
     assert f"have data after their end mark ({shard} at byte {at:,})" in capsys.readouterr().err
 
 
-# ---- whole or not at all
+# ---- complete or absent
 
 
 @pytest.mark.parametrize(
@@ -229,7 +228,7 @@ def test_a_damaged_shard_is_one_line_and_no_dataset(
     path.write_bytes(whole)
     record = (
         tmp_path / "out" / PARTS / "train-000000.json"
-    )  # what is known of the good one is not believed unread
+    )  # the known facts of the good shard are read again
     record.write_text(re.sub(r'"num_bytes": \d+', '"num_bytes": 7', record.read_text()))
     assert index(tmp_path / "out", tmp_path / "in" / "*.tar") == 0
     assert read(tmp_path / "out")[1] == [1, 1]

@@ -1,4 +1,4 @@
-"""Every mistake in a pattern of shards is one clear line."""
+"""Every mistake in a shard pattern is a one-line error."""
 
 from pathlib import Path
 

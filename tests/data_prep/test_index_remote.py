@@ -1,5 +1,5 @@
-"""Shards behind http and in s3 make the dataset that they make on disk, and what reads a dataset
-again reads them as `index` does; a server's faults are tried again or reported in one line.
+"""Shards on http and s3 give the same dataset as on disk, for `index` and for later readers. A
+server's faults are retried or reported in one line.
 """
 
 import json
@@ -46,7 +46,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def shards(stock: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """Return a copy of the shards, to damage it."""
     return Path(shutil.copytree(stock, tmp_path / "in"))
 
 
@@ -129,7 +129,7 @@ def test_a_full_disk_is_not_the_servers_fault(
     with fails("no-space", str(tmp_path)):
         url = f"{server[0]}/{NAMES[0]}"
         copy_to(url, Path("/dev/full"), storage={}, room=tmp_path, num_attempts=2)
-    assert capsys.readouterr().err == ""  # nothing was tried again
+    assert capsys.readouterr().err == ""  # no retry
 
 
 @pytest.mark.parametrize("marks", [True, False])
@@ -178,7 +178,7 @@ def test_a_server_that_does_not_answer_is_told_of(
 ) -> None:
     monkeypatch.setattr("data_prep.remote.ANSWER_TIMEOUT_S", 0.2)
     monkeypatch.setattr("data_prep.remote.SLOW_S", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes calls, and never says a word
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and never replies
         address = f"http://127.0.0.1:{silent.getsockname()[1]}/a.tar"
         assert index(tmp_path / "out", address, "num_attempts=2") == 1
     *_, first, last = capsys.readouterr().err.splitlines()
@@ -213,13 +213,13 @@ def test_a_classes_file_of_windows_begins_with_a_mark_and_one_of_another_encodin
     assert load_manifest(tmp_path / "out").classes == ("ant", "bee", "cat")
 
 
-# ---- what reads a dataset again
+# ---- later readers
 
 
 def every_verb(
     dataset: Path | str, storage: str, out: Path, *, num_workers: int = 1
 ) -> dict[str, int]:
-    """The exit codes."""
+    """Run each command. Return the exit codes."""
     words = {
         "verify": ["--workers", str(num_workers)],
         "stats": ["--recompute", "--workers", str(num_workers)],
@@ -267,7 +267,8 @@ def test_an_interrupted_verb_leaves_no_copy_of_a_shard(
     assert index(tmp_path / "http", f"{address}/{PATTERN}") == 0
     state.faults, state.gets = {name: ["stall"] for name in NAMES}, {}
     words = [sys.executable, "-m", "data_prep", "verify", str(tmp_path / "http"), "--workers", "2"]
-    with TemporaryDirectory(dir="/tmp") as folder:  # short, as the socket of the workers is in it
+    # a short path, because it contains the workers' socket
+    with TemporaryDirectory(dir="/tmp") as folder:
         verb = subprocess.Popen(
             words, env={**os.environ, "TMPDIR": folder}, stderr=subprocess.DEVNULL
         )

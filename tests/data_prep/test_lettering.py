@@ -1,5 +1,5 @@
-"""Names are drawn in any script: what a font has is drawn by it, and what no font has is written
-out, so nothing becomes a box."""
+"""Names in any script are legible: letters without a font are escaped, so no letter becomes a
+box."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def ink_of(text: str) -> np.ndarray:
 
 
 def test_every_letter_of_a_legible_name_is_in_a_font() -> None:
-    """matplotlib warns of each that it must draw as a box, and a warning fails a test."""
+    """A box fails the test, because matplotlib warns of every letter that it draws as a box."""
     with looks(*NAMES):
         figure = Figure(figsize=(4, 4))
         for number, name in enumerate(NAMES):
@@ -44,8 +44,8 @@ def test_every_letter_of_a_legible_name_is_in_a_font() -> None:
     ("one", "other"), [("犬", "猫"), ("ネ", "コ"), ("고", "양"), ("ö", "o"), ("к", "ш"), ("ق", "ط")]
 )
 def test_two_letters_do_not_look_alike_as_boxes_do(one: str, other: str) -> None:
-    """Whether a font of this machine has them, or they are written out; matplotlib's own font has
-    the last three pairs."""
+    """A font of this machine has the letters, or they are escaped. matplotlib's font has the last
+    three pairs."""
     assert (ink_of(one) != ink_of(other)).any()
     if one in "犬ネ고" and legible(one) != one:
         assert legible(one) == one.encode("unicode_escape").decode()
@@ -53,7 +53,8 @@ def test_two_letters_do_not_look_alike_as_boxes_do(one: str, other: str) -> None
     assert (legible(one), legible(other)) == (one, other)
     whole = ink_of(one)
     rows, columns = np.flatnonzero(whole.any(axis=1)), np.flatnonzero(whole.any(axis=0))
-    assert rows[0] >= 2 and rows[-1] < 20 and columns[0] >= 2 and columns[-1] < 20  # in its line
+    # within its line
+    assert rows[0] >= 2 and rows[-1] < 20 and columns[0] >= 2 and columns[-1] < 20
 
 
 def test_what_no_font_has_is_written_out() -> None:

@@ -1,4 +1,4 @@
-"""A dataset whose directory is a URL: every verb reads it as it reads the directory itself."""
+"""Every command reads a dataset from a URL like the directory itself."""
 
 import json
 import shutil
@@ -38,13 +38,13 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def dataset(shapes: Path, tmp_path: Path) -> Path:
-    """To damage."""
+    """Return a copy of the dataset, to damage it."""
     return Path(shutil.copytree(shapes, tmp_path / "there" / "shapes"))
 
 
 @pytest.fixture
 def there(dataset: Path) -> Iterator[tuple[str, Web]]:
-    """The URL of the dataset, and the server."""
+    """Yield the URL of the dataset, and the server."""
     with web(dataset.parent) as (address, server):
         yield f"{address}/shapes", server
 
@@ -198,9 +198,7 @@ def test_a_copy_is_made_once_and_mended_and_another_manifest_makes_another(
         return local_copy.local_copy(url, storage={})
 
     first = opened()
-    assert (
-        local_copy.local_copy(url, storage=None) == first
-    )  # as it was opened before: no server is asked
+    assert local_copy.local_copy(url, storage=None) == first  # opened before: no request is needed
     assert server.gets["shapes/train-000000.npy"] == 4 and server.gets["shapes/manifest.json"] == 1
     whole, seen = files_of(first), dict(server.gets)
     (first / "train-000000.npy").write_bytes(b"x")

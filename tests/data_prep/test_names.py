@@ -1,5 +1,5 @@
-"""Names that are not UTF-8 (as unzip leaves those of other systems) reach every record and reader,
-and lead back to their files."""
+"""Names that are not UTF-8 (unzip writes such names) reach every record and reader, and lead back
+to their files."""
 
 import os
 import re
@@ -32,7 +32,7 @@ CUT = ("max_reject_fraction=0.5", "samples_per_shard=3", "encoding=keep")
 
 
 def had_back(spelled: str) -> str:
-    """The name of the file, by the rule in words: \\xe9 is the byte e9."""
+    """Return the file name: \xe9 is the byte e9."""
     data = re.sub(
         rb"\\x([0-9a-f]{2})", lambda found: bytes.fromhex(found[1].decode()), spelled.encode()
     )

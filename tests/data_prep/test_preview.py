@@ -1,5 +1,5 @@
-"""A contact sheet shows the stored pixels, enlarged without smoothing, each with its own label; the
-same every time."""
+"""A contact sheet shows the stored pixels enlarged without smoothing, with their labels. Two sheets
+are equal."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ COLORS = {"blue": (0, 0, 255), "green": (0, 128, 0), "red": (255, 0, 0)}
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each class is one color, in 4 pictures of 40 x 20 with a black left half."""
+    """Each class has one color and 4 images of 40 x 20 with a black left half."""
     files = {}
     for name, color in COLORS.items():
         flag = Image.new("RGB", (40, 20), color)
@@ -37,7 +37,7 @@ def test_pictures_stand_in_the_order_of_their_classes_in_whole_enlarged_pixels(
     flags: Path, encoding: str
 ) -> None:
     sheet = np.asarray(contact_sheet(flags / encoding, count=12))
-    assert CELL == 112  # seven times the 16 pixels of a picture
+    assert CELL == 112  # seven times the image's 16 pixels
     black, white = ~sheet.any(axis=2), (sheet == 255).all(axis=2)
     seen = []
     for top, left in 1 + np.argwhere(black[1:, 1:] & white[:-1, 1:] & white[1:, :-1]):

@@ -1,5 +1,5 @@
-"""A progress line says what is done and how fast: in a log file once per interval, on a terminal as
-a bar, nothing if disabled."""
+"""A progress line gives amount and speed: in a log file once per interval, on a terminal as a bar,
+or not at all."""
 
 import io
 import sys
@@ -11,7 +11,7 @@ from data_prep.progress import in_words, progress
 
 
 class Clock:
-    """Seconds that pass when a test says so, and what has been printed since the last look."""
+    """A clock that tests advance, and the output since the last call."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
         self.now_s, self.capsys = 1000.0, capsys

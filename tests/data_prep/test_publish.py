@@ -1,4 +1,4 @@
-"""Files and directories appear whole or not at all, whatever ends the writer; a directory has one
+"""Files and directories appear complete or not at all, however the writer ends. A directory has one
 writer at a time."""
 
 import errno
@@ -28,7 +28,7 @@ from tests.errors import fails
 
 
 class PlugPulledError(Exception):
-    """Stands for whatever goes wrong while a file is being written."""
+    """Any error while a file is being written."""
 
 
 def names(folder: Path) -> list[str]:
@@ -124,7 +124,7 @@ def test_a_killed_writer_leaves_only_a_temporary_name(tmp_path: Path, kind: str)
 
 
 def exit_code_of(action: Callable[[], object]) -> int:
-    """Of a process of its own that does this."""
+    """Call `action` in its own process. Return the exit code."""
     pid = fork()
     if pid == 0:
         try:
@@ -195,7 +195,7 @@ def test_a_directory_has_one_writer_at_a_time(tmp_path: Path) -> None:
             pass
         with sole_writer(tmp_path / "other"):
             pass
-    with open(folder / ".lock") as shared:  # held by others, who do not say who they are
+    with open(folder / ".lock") as shared:  # another process locks it without its name
         fcntl.flock(shared, fcntl.LOCK_SH)
         with fails("busy", str(folder)), sole_writer(folder):
             pass
@@ -236,7 +236,7 @@ def test_a_writer_that_raises_or_dies_lets_go_of_its_directory(tmp_path: Path) -
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert exit_code_of(die_in_it) == -signal.SIGKILL
-    with sole_writer(tmp_path):  # another process, or the same, finds it held
+    with sole_writer(tmp_path):  # no other process and no second call gets the lock
         assert exit_code_of(lambda: os._exit(7 if is_held(tmp_path)[0] else 0)) == 7
     assert not is_held(tmp_path)[0]
     with sole_writer(tmp_path):

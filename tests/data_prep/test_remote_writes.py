@@ -1,5 +1,5 @@
-"""What is written to a store: whole, verified, never over somebody else's; whatever the network
-does."""
+"""Files in a bucket are complete and verified, and never replace another user's files, whatever the
+network does."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ from tests.stores import Store
 
 pytestmark = pytest.mark.processes
 SIZES = {"small": 10_000, "large": 11 << 20}
-"""The large one is of more than two parts, the last of which is not whole."""
+"""Bytes. The large file has more than two parts; the last part is partly filled."""
 
 
 @pytest.fixture
@@ -85,8 +85,7 @@ def test_our_attempts_are_all_that_a_store_in_trouble_sees(store: Store) -> None
 
 
 def test_what_cannot_be_asked_after_stays(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has taken the place of something whole, as a journal's last version does of the one
-    before."""
+    """The upload has replaced a complete file, for example an earlier event log, so it is kept."""
     url, how = store.url("kept", "journal"), {"storage": store.storage}
     write_bytes(b"old", url, **how)
 
@@ -101,7 +100,8 @@ def test_what_cannot_be_asked_after_stays(store: Store, monkeypatch: pytest.Monk
     ):
         new = b"new%d" % number
         with monkeypatch.context() as patch:
-            patch.setattr(remote._Checksums, "match", lambda *_: None)  # so it has to be read back
+            # so that the file must be read back
+            patch.setattr(remote._Checksums, "match", lambda *_: None)
             patch.setattr(f"data_prep.{name}", answer)
             with pytest.raises(RemoteError):
                 write_bytes(new, url, **how)
@@ -117,7 +117,7 @@ def test_a_server_that_is_silent_is_left_when_nobody_waits_any_more(
     began_s = time.monotonic()
     with pytest.raises(StoppedError):
         upload(made(tmp_path, "small"), store.url("silent"), storage=store.storage, stop=stop)
-    assert time.monotonic() - began_s < 30  # it is silent for longer
+    assert time.monotonic() - began_s < 30  # the silence is longer
     store.gate.set()
 
 

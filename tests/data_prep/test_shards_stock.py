@@ -1,6 +1,5 @@
-"""Our shards are plain WebDataset tars: stock `webdataset` and plain `tarfile` read every one of
-them, and find the pictures and labels that an independent decode finds at the places the index
-names.
+"""Our shards are plain WebDataset tars. Stock `webdataset` and `tarfile` read the images and labels
+that an independent decoder finds at the index's places.
 """
 
 import io
@@ -20,13 +19,13 @@ EXTENSIONS = {"raw": {"ppm"}, "jpeg": {"jpg"}, "keep": {"jpg", "png"}}
 SHAPES = {"raw": (24, 24, 3), "jpeg": (24, 24, 3), "keep": (30, 40, 3)}
 
 
-# stock webdataset leaves the files that it has read to the garbage collector
+# stock webdataset does not close the files that it has read
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """19 pictures of 40 x 30 pixels, one of them a PNG."""
+    """19 images of 40 x 30 pixels, one of them a PNG."""
     counts = {"train/ant": 7, "train/bee": 6, "val/ant": 2, "val/bee": 3}
     root = write_classes(tmp_path_factory.mktemp("pictures") / "source", counts)
     return write_files(root, {"train/bee/last.jpg": encoded(picture(seed=50), "PNG")})
@@ -34,7 +33,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shards(source: Path) -> dict[str, list[Path]]:
-    """The four shards of each encoding, at most 5 pictures each."""
+    """Return the four shards of each encoding, with at most 5 images each."""
     found = {}
     for encoding in EXTENSIONS:
         out = source.with_name(encoding)
@@ -47,7 +46,7 @@ def shards(source: Path) -> dict[str, list[Path]]:
 
 
 def by_index(shard: Path) -> list[tuple[NDArray[np.uint8], int]]:
-    """(pixels, label) at the byte ranges of the index."""
+    """Return (pixels, label) at the byte ranges of the index."""
     content = shard.read_bytes()
     rows = np.load(shard.with_suffix(".npy"))
     assert rows.dtype == np.int64

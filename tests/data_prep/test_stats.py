@@ -1,4 +1,4 @@
-"""`stats` says what an independent count of the same files says."""
+"""The results of `stats` equal an independent count of the same files."""
 
 import io
 import json
@@ -19,7 +19,7 @@ from tests.data_prep.samples import build, encoded, files_of, picture, write_fil
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """9 + 4 pictures of three sizes and two files that are none."""
+    """13 images (9 train, 4 val) of three sizes, and two files that are not images."""
     files = {f"train/ant/{number}.jpg": encoded(picture(seed=number)) for number in range(6)}
     files |= {
         f"train/bee/{number}.png": encoded(picture(seed=9, width=21 + number), "PNG")
@@ -47,7 +47,7 @@ def pack(source: Path, out: Path, encoding: str) -> Path:
 
 
 def by_hand(directory: Path, split: str) -> list[np.ndarray[Any, Any]]:
-    """Every picture of a split, at 16 px, by the plain tar."""
+    """Return every image of a split at 16 px from the tars."""
     found = []
     for path in sorted(directory.glob(f"{split}-*.tar")):
         with tarfile.open(path) as archive:
@@ -81,7 +81,7 @@ def test_numbers_are_those_of_an_independent_count(
     pixels = np.stack(by_hand(directory, "train")).reshape(-1, 3) / 255
     assert np.allclose(found["recomputed_channel_mean"], pixels.mean(axis=0), atol=1e-9)
     assert np.allclose(found["recomputed_channel_std"], pixels.std(axis=0), atol=1e-9)
-    if encoding == "raw":  # of a JPEG, the manifest's are taken before it is encoded
+    if encoding == "raw":  # the manifest's statistics of JPEGs precede encoding
         assert np.allclose(found["recomputed_channel_mean"], found["channel_mean"], atol=1e-9)
     assert files_of(directory) == before
 
@@ -115,7 +115,7 @@ def test_the_command_prints_tables_or_json(
         for line in said.splitlines()
         if line.startswith("width ") and " x " not in line
     )
-    assert width == ["width", "21", "21", "40", "40", "40"]  # of 21, 22 and eleven times 40
+    assert width == ["width", "21", "21", "40", "40", "40"]  # widths: 21, 22 and eleven times 40
     assert "recomputed" in said
     assert max(len(line) for line in said.splitlines() if not line.startswith(str(directory))) <= 80
 

@@ -44,14 +44,13 @@ def dataset(shapes: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def servers(dataset: Path) -> Iterator[list[tuple[str, Web]]]:
-    """Two hosts of the same folder: the dataset's own, and another."""
+    """Yield two hosts of the same folder: the dataset's own host, and another."""
     with ExitStack() as stack:
         yield [stack.enter_context(web(dataset.parent)) for _ in range(2)]
 
 
 def name_hosts(dataset: Path, *addresses: str) -> None:
-    """The manifest names the shards by these addresses in turn; "" leaves a file in the dataset's
-    directory."""
+    """Name the shards by these addresses in turn. "" means a file in the dataset's directory."""
     manifest, splits = load_manifest(dataset), {}
     for name, split in manifest.splits.items():
         shards = [

@@ -1,5 +1,5 @@
-"""A subset holds the parent's very samples, in the asked number and proportions, nested, without a
-copy; and it trains."""
+"""A subset has its parent's samples without a copy, in the requested number and proportions.
+Subsets are nested, and can be trained on."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ COUNTS = {"ant": 3, "bee": 40, "cat": 17, "dog": 1, "elk": 60, "fox": 29}
 
 @pytest.fixture(scope="module")
 def animals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """150 + 12 pictures of very unequal classes, in shards of 32."""
+    """162 images (150 train, 12 val) of very unequal classes, in shards of 32."""
     counts = {f"train/{name}": count for name, count in COUNTS.items()} | {
         f"val/{name}": 2 for name in COUNTS
     }
@@ -121,7 +121,7 @@ def test_per_class_takes_as_many_of_each_and_names_a_class_that_has_fewer(
     refused(subset(animals, tmp_path / "two", "--per-class", "2"), "[bad-value]")
 
 
-# ---- what is in it
+# ---- its contents
 
 
 @pytest.mark.parametrize("encoding", ["raw", "jpeg", "keep"])
@@ -220,7 +220,7 @@ def test_excluded_paths_are_left_out_of_every_split(
     assert len(paths_of(tmp_path / "rest", "val")) == 11
     assert load_manifest(tmp_path / "rest").num_left_out == {"excluded": 31}
     assert verify(tmp_path / "rest").faults == []
-    for _ in range(2):  # the second time it stands already
+    for _ in range(2):  # the second time it exists
         capsys.readouterr()
         assert subset(animals, tmp_path / "rest", "--exclude", str(tmp_path / "list")) == 0
         assert f"of 32 paths to exclude, 31 are in {animals}" in capsys.readouterr().out
@@ -262,7 +262,7 @@ def test_annotations_follow_their_samples(animals: Path, tmp_path: Path) -> None
     split = load_manifest(tmp_path / "few").splits["train"]
     assert (load_annotation(tmp_path / "few", split, "folds") == bits[rows]).all()
     assert (load_annotation(tmp_path / "few", split, "real") == bits[rows, :6]).all()
-    # as wide as the parent's class list: its columns may be classes that are gone
+    # as many columns as the parent has classes
     assert list(load_manifest(tmp_path / "foxes").splits["train"].annotations) == ["folds"]
 
 
@@ -312,7 +312,7 @@ def test_what_is_no_picture_of_the_parent_makes_no_other_subset(
     for place in (
         "http://a",
         "s3://b",
-    ):  # where its shards are read from now; the tars that are gone are named anew
+    ):  # its shards are now read from here, without the missing tars' names
         moved = json.loads((parent / "manifest.json").read_bytes())["splits"]
         for shard in [shard for split in moved.values() for shard in split["shards"]]:
             shard["file"] = f"{place}/{shard['name']}.tar"
@@ -349,7 +349,7 @@ def test_nothing_is_put_next_to_a_subset_and_two_commands_make_one(
         said = [str(each.stderr.readline()) for each in both if each.stderr]
         assert (
             subset(animals, tmp_path / "y", "--fraction", "0.5") == 0
-        )  # another one does not wait
+        )  # another subset does not wait
     assert not [
         said for each in both for said in each.communicate(timeout=60) if "Error" in (said or "")
     ]

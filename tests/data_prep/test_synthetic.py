@@ -1,6 +1,5 @@
-"""The synthetic archive: every picture is a function of (seed, class, split, number) alone, the two
-class sets share no class but every attribute, and drawing goes on after an interruption to the same
-files.
+"""The synthetic archive: every image depends only on (seed, class, split, number). The two class
+sets share attributes, but no class. Interrupted drawing resumes to the same files.
 """
 
 import io
@@ -22,7 +21,7 @@ from tests.data_prep.samples import files_of, write_files
 
 
 def draw(root: Path, *, num_workers: int = 1, **changes: Any) -> dict[str, bytes]:
-    """The pictures that are drawn into `root`."""
+    """Draw images into `root`. Return their contents."""
     fields = {"num_classes": 4, "num_train_per_class": 5, "num_val_per_class": 2, "image_size": 16}
     settings = SyntheticSettings(kind="synthetic", images_dir=str(root), **(fields | changes))
     open_source(settings, num_workers=num_workers).outline()
@@ -84,8 +83,8 @@ def test_every_picture_is_another_jpeg_file_of_the_asked_for_size(drawn: Path) -
 def test_the_object_stands_in_the_quadrant_that_its_class_names(
     quadrant: str, place: tuple[int, int]
 ) -> None:
-    """Over many pictures only the main object stays put, so that its quadrant has the most
-    saturated colors."""
+    """Averaged over many images, only the main object stays: its quadrant has the most saturated
+    colors."""
     look = next(
         look
         for look in class_set("a", num_classes=48)

@@ -1,5 +1,5 @@
-"""Properties of `TarWriter`: the bytes are those of tarfile's USTAR, the offsets and the hash are
-true, limits are named."""
+"""`TarWriter` writes the bytes of tarfile's USTAR, reports correct offsets and hashes, and names
+its limits."""
 
 import hashlib
 import io
@@ -32,13 +32,13 @@ NAMES = [
     "n" * 100,
     "é" * 50,  # 100 bytes
     "dir/" + "n" * 97,  # 101 bytes
-    "d" * 155 + "/" + "n" * 100,  # the longest there is
+    "d" * 155 + "/" + "n" * 100,  # the longest possible name
     "a/b/c/"
     + "d" * 40
     + "/"
     + "e" * 60
     + "/"
-    + "f" * 30,  # several places to split: the earliest is taken
+    + "f" * 30,  # several places to split: the first is used
     "d" * 60 + "/" + "日" * 33,  # split by bytes, not by characters
 ]
 

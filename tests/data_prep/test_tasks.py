@@ -1,5 +1,5 @@
-"""Array tasks and merge: any number of tasks, at once or in turn, killed or not, make the bytes of
-one undisturbed build; and a merge publishes nothing that is not whole and of this very build.
+"""Any number of array tasks, parallel or in turn, killed or not, gives the bytes of one build. A
+merge publishes only complete parts of the same build.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(source: Path) -> dict[str, bytes]:
-    """What one undisturbed build writes: 28 inputs in 7 shards."""
+    """Return the files of one uninterrupted build: 28 inputs in 7 shards."""
     out = source.parent / "whole" / "animals"
     assert build(source, out, *CUT) == 0
     return files_of(out)
@@ -53,7 +53,7 @@ def whole(source: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def parts(source: Path) -> tuple[Path, Path]:
-    """What three tasks have written, and the second of three of another seed."""
+    """Return the output of three tasks, and of the second of three tasks with another seed."""
     out, other = source.parent / "parts" / "animals", source.parent / "parts" / "other"
     for number in range(3):
         assert task(source, out, f"{number}/3") == 0
@@ -62,7 +62,7 @@ def parts(source: Path) -> tuple[Path, Path]:
 
 
 def task(source: Path, out: Path, which: str, *overrides: str) -> int:
-    """Run one task; make the plan first if the task itself does not."""
+    """Run one task, after making a plan if needed."""
     if not which.startswith("0/") and not (out / PARTS / "begun.json").exists():
         plan(source, out, *overrides)
     return main([*words_of(source, out, which), "num_workers=1", *overrides])
@@ -118,13 +118,13 @@ def test_tasks_continue_what_a_build_began_and_the_other_way_round(
     assert task(source, out, "1/3") == 0
     written = {path: path.stat().st_mtime_ns for path in out.glob("*.tar")}
     assert len(written) == 2
-    assert task(source, out, "0/2") == 0  # another number of tasks, now that nobody is at work
+    assert task(source, out, "0/2") == 0  # another number of tasks, as no task is running
     assert build(source, out, *CUT) == 0
     assert files_of(out) == whole
     assert {path: path.stat().st_mtime_ns for path in written} == written
 
 
-# ---- what a merge refuses
+# ---- errors of a merge
 
 
 FOURTH = "train-000004"
@@ -189,7 +189,7 @@ def test_a_merge_compares_the_source_with_its_listing_where_it_can_be_reached(
     assert merge(out) == 0
     assert capsys.readouterr().err == ""
     shutil.rmtree(mine)
-    mine.mkdir()  # where its disk is not mounted
+    mine.mkdir()  # as if its disk is not mounted
     assert merge(tmp_path / "twin" / "animals") == 0
     said = f"data_prep: {mine} cannot be reached"
     assert said in capsys.readouterr().err
@@ -271,7 +271,7 @@ def test_a_damaged_plan_is_named_and_a_task_that_runs_alone_makes_it_again(
     assert task(source, out, "0/2") == 0
     assert f"{path} is damaged" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in tars} == tars
-    (out / PARTS / "failed.json").write_text('{"nodes": ')  # says nothing
+    (out / PARTS / "failed.json").write_text('{"nodes": ')  # damaged JSON
     assert task(source, out, "1/2") == 0
     assert merge(out) == 0
     assert files_of(out) == whole
@@ -337,7 +337,7 @@ def test_a_stranger_among_the_shards_is_named(
 
 
 def at_work(source: Path, out: Path, which: str) -> AbstractContextManager[None]:
-    """A task that has made the plan and is held before its first shard."""
+    """A task that is paused between its plan and its first shard."""
     return held_at_work(out.parent / "held", *words_of(source, out, which))
 
 
@@ -348,7 +348,7 @@ def test_whoever_does_not_belong_to_the_tasks_at_work_is_refused(
     out = tmp_path / "animals"
     write_files(
         out, {LOCK: json.dumps(asdict(Holder())).encode()}
-    )  # of a build that was killed: it is not named
+    )  # a killed build, whose name is not shown
     with at_work(source, out, "0/2"):
         refused(merge(out), "[busy]", code=BUSY)
         refused(build(source, out, *CUT), "[busy]", code=BUSY)
@@ -427,8 +427,8 @@ def test_more_tasks_than_shards_leave_some_with_nothing_to_do(
 def test_a_task_waits_for_an_earlier_start_of_its_own_and_for_no_other(
     tmp_path: Path, source: Path
 ) -> None:
-    """A node that SLURM has lost may work on for a while: the next start must not fail because of
-    it."""
+    """A node that SLURM has lost may continue for a while: the next attempt must not fail because
+    of it."""
     out = tmp_path / "animals"
     assert task(source, out, "0/2") == 0
     with contextlib.ExitStack() as stack:
@@ -446,7 +446,7 @@ def test_a_waiting_task_reports_the_error_of_task_0(
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
     refused(task(source, out, "0/2", wrong), "[unknown-name]")
     refused(main([*words_of(source, out, "1/2"), wrong]), "[unknown-name]")
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "8")  # another array does not believe it
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "8")  # another array ignores the failure
     monkeypatch.setattr(tasks_of_build, "PLAN_DEADLINE_S", -1.0)
     refused(main([*words_of(source, out, "1/2"), wrong]), "--task", "[unfinished]")
     assert task(source, out, "0/2") == 0
@@ -477,12 +477,12 @@ def test_any_error_of_task_0_is_reported_but_not_to_the_next_attempt(
 
 
 def test_a_plan_of_another_listing_is_not_accepted(tmp_path: Path, source: Path) -> None:
-    """As a kill leaves it between the new listing and the record of the new plan."""
+    """A kill between the new listing and the record of the new plan leaves this state."""
     mine, out = Path(shutil.copytree(source, tmp_path / "source")), tmp_path / "animals"
     plan(mine, out)
     begun = out / PARTS / "begun.json"
     before = begun.read_bytes()
-    assert task(mine, out, "0/2") == 0  # so that the plan is kept
+    assert task(mine, out, "0/2") == 0  # creates the plan
     for path in mine.rglob("*.jpg"):
         os.utime(path, (0, 0))
     plan(mine, out)

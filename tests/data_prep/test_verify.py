@@ -1,5 +1,5 @@
-"""`verify` finds every kind of damage and names the file; a dataset that is what its manifest says
-has no faults."""
+"""`verify` finds every kind of damage and names the file. A dataset that matches its manifest has
+no faults."""
 
 import json
 import shutil
@@ -136,7 +136,7 @@ def test_a_label_that_differs_between_shard_and_index_is_found_though_the_hashes
 def test_a_manifest_that_says_otherwise_is_found(
     dataset: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], fault: str
 ) -> None:
-    """Numbers are added, a word stands in the place of another, a list loses its last entry."""
+    """Numbers increase, words are replaced, lists lose their last entry."""
 
     def change(manifest: dict[str, Any]) -> None:
         for path, value in changes.items():
@@ -159,8 +159,8 @@ def test_a_manifest_that_says_otherwise_is_found(
 
 @soaked
 def test_every_flipped_byte_is_found_by_verify_and_by_readers(tmp_path: Path, salt: int) -> None:
-    """Of 2,000 trials 182 of manifests and rejects were not found, and 101 ended in a traceback. Of
-    the tars, training reads pixels as they are; whether it may is for its own check."""
+    """Earlier, 182 of 2,000 flips in manifests and rejects were not found, and 101 ended in a
+    traceback. Training does not check pixels, so readers skip the tars."""
     source = write_classes(tmp_path / "source", {"ant": 3, "bee": 2})
     write_files(source, {"ant/text.jpg": b"no", "bee/empty.png": b""})
     out = tmp_path / "out"

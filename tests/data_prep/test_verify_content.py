@@ -1,5 +1,5 @@
-"""`verify` where every hash agrees: order, labels, numbers and annotations are held against each
-other; and shards far away."""
+"""`verify` with correct hashes compares order, labels, numbers and annotations with each other,
+also for remote shards."""
 
 import hashlib
 import io
@@ -26,7 +26,7 @@ from tests.data_prep.test_verify import flip_byte
 
 
 def forge(directory: Path, number: int, *, tar: bytes | None = None, **files: bytes) -> None:
-    """Replaces files of a train shard and lets the manifest vouch for them."""
+    """Replace files of a train shard, and their hashes in the manifest."""
     name = f"train-{number:06d}"
     forged: dict[str, object] = {}
     if tar is not None:
@@ -43,7 +43,8 @@ def forge(directory: Path, number: int, *, tar: bytes | None = None, **files: by
 
 
 def sample_blocks(content: bytes) -> list[bytes]:
-    """The first samples of a raw shard of 16 px: header, 781 bytes in two blocks, header, label."""
+    """Return the first samples of a raw shard of 16 px: header, 781 bytes in two blocks, header,
+    label."""
     return [content[start : start + 2560] for start in range(0, 5 * 2560, 2560)]
 
 
@@ -147,7 +148,7 @@ def test_a_split_is_labeled_throughout_or_not_at_all(
 
 
 def unlabeled(block: bytes) -> bytes:
-    """The sample with the label -1."""
+    """Return the sample with the label -1."""
     header = bytearray(block[1536:2048])
     header[124:136] = b"%011o\0" % 2
     header[148:156] = b" " * 8
@@ -203,7 +204,7 @@ def test_labels_of_indexed_shards_are_held_against_their_cls(tmp_path: Path, wor
     )
     assert verify(tmp_path / "out").faults == []
     rows = np.load(tmp_path / "out" / "train-000000.npy")
-    rows[0, 2] = 2  # with all hashes and counts as if that were right
+    rows[0, 2] = 2  # all hashes and counts match
     replace_index(tmp_path / "out", rows)
     counts = np.bincount(
         rows[:, 2], minlength=len(load_manifest(tmp_path / "out").classes)

@@ -1,5 +1,5 @@
-"""Workers that die at their work, wherever they are in it: what they did is done again, or the
-command ends with one line."""
+"""After a worker dies at any moment, its work is repeated, or the command ends with a one-line
+error."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ CUT = ("samples_per_shard=4", "num_workers=2")
 
 
 def dying_first(deaths: Path, times: int, death: int, *job: Any) -> ShardRecord:
-    """In a worker: the first `times` attempts at every shard die."""
+    """Write a shard in a worker that dies in its first `times` attempts."""
     if job[-1].name.endswith("0") and len([*deaths.iterdir()]) < times:
         (deaths / str(os.getpid())).touch()
         (job[0].directory / f".tmp-{os.getpid()}.tar").touch()
@@ -36,7 +36,7 @@ def dying_first(deaths: Path, times: int, death: int, *job: Any) -> ShardRecord:
 
 
 def deaths_in(said: str) -> list[str]:
-    """Without what a slow machine says of its progress."""
+    """Return the error lines, without progress."""
     return [line for line in said.splitlines() if line.startswith("data_prep: ")]
 
 
@@ -76,7 +76,7 @@ def start_another() -> int | None:
 
 
 def test_what_runs_in_a_worker_may_start_processes() -> None:
-    """As datasets of others do that load ahead."""
+    """Other projects' datasets start processes to load ahead."""
     with Pool(2) as pool:
         assert pool.submit(start_another).result() == 3
 

@@ -1,5 +1,5 @@
-"""One start of 2 ranks computes all that the tests of this folder judge: importing DeepSpeed is
-what costs."""
+"""One start of 2 ranks computes the results of all tests in this folder, because DeepSpeed's import
+is slow."""
 
 import gc
 from typing import Any
@@ -20,9 +20,9 @@ from tests.ranks import run_ranks
 def everything(world: World, folder: str) -> dict[str, Any]:
     from pretrain.engine.deepspeed import start_distributed
 
-    traffic = count_traffic()  # before DeepSpeed takes hold of the functions
+    traffic = count_traffic()  # before DeepSpeed copies the functions
     start_distributed(world, timeout_s=60)
-    # DeepSpeed collects garbage for every engine, and would look through all that was imported
+    # DeepSpeed collects garbage for every engine: skip the imported objects
     gc.freeze()
     cost = [cost_cell(world, traffic, *each) for each in COST_CELLS]
     found = {identity: cell(world, identity, folder) for identity in CELLS}
@@ -34,7 +34,7 @@ def everything(world: World, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What two ranks had left in each cell."""
+    """The folder with the states that two ranks saved for each cell."""
     return str(tmp_path_factory.mktemp("states"))
 
 
@@ -51,5 +51,5 @@ def one_alone(world: World, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def alone(results: dict[str, Any], folder: str) -> dict[str, Any]:
-    """What one rank finds, where two have left their states."""
+    """Return the results of one rank that loads the states of two ranks."""
     return dict(run_ranks(one_alone, folder, num_ranks=1)[0])

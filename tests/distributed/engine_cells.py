@@ -1,5 +1,4 @@
-"""One cell of the matrix stage x precision: everything that is computed for it on 2 ranks, as
-numbers that tests judge."""
+"""All results of one cell of the matrix stage x precision on 2 ranks, as numbers for the tests."""
 
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,10 @@ CELLS = {
     for number, precision in enumerate(PRECISIONS)
 }
 MOVED = ["stage0-fp16", "stage1-fp32", "stage2-bf16", "stage3-fp32", "stage3-fp16"]
-"""Those from which one rank goes on alone."""
+"""Cells whose state one rank resumes."""
 KINDS = {"lion": ["exp_avg"], "adamw": ["exp_avg", "exp_avg_sq"], "sgd": ["momentum_buffer"]}
 SHARE = {"lion": 0.01, "adamw": 0.1, "sgd": 1.0}
-"""Of the first step's gradient in the first of these."""
+"""Fraction of the first step's gradient in the first optimizer state."""
 
 
 def raw(state: EngineState) -> dict[str, Tensor]:
@@ -54,7 +53,7 @@ def of_kind(state: EngineState, kind: str) -> dict[str, Tensor]:
 
 
 def gradient_errors(engine: Any, world: World, optimizer: str) -> dict[str, float]:
-    """The gradients of step 0, read off the optimizer's state after it."""
+    """Return the errors of step 0's gradients, derived from the optimizer state after the step."""
     low = DTYPES[engine.settings.precision] if engine.settings.zero_stage else torch.float32
     expected, norm = plain_gradients(low_precision=low)
     result = train_step(engine, world, 0)
@@ -70,8 +69,8 @@ def gradient_errors(engine: Any, world: World, optimizer: str) -> dict[str, floa
 def tiling(
     world: World, layouts: dict[Tensor, Layout], weights: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """How often each element of each parameter is named by all ranks' segments, and whether the
-    shards hold it there."""
+    """Return how often the segments of all ranks name each element of each parameter, and whether
+    the shards have these elements."""
     named = [
         (segment, flat.detach().view(-1))
         for flat, layout in layouts.items()
@@ -92,8 +91,8 @@ def tiling(
 
 
 def averaged_logits(engine: Any, world: World, state: EngineState) -> dict[str, float]:
-    """Under `averaged`, against a plain model of the published weights; and what it leaves
-    behind."""
+    """Compare logits inside `averaged` with a plain model of the published weights, and the state
+    before and after."""
     images = global_batch(7)[0].to(engine.input_dtype)
     before = engine.logits(images)
     with engine.averaged():
@@ -163,8 +162,8 @@ def cell(world: World, identity: str, folder: str) -> dict[str, Any]:
 
 
 def elsewhere(world: World, identity: str, folder: str) -> dict[str, Any]:
-    """This stage without accumulation; and then, in the same engine, going on from what the stage
-    before it had left."""
+    """Run this stage without accumulation. Then resume the previous stage's state in the same
+    engine."""
     stage, precision, _ = CELLS[identity]
     before = f"stage{(stage - 1) % 4}-{precision}"
     other = make_engine(world, stage, precision, CELLS[before][2], accumulation=1, ema_decay=DECAY)
@@ -180,7 +179,7 @@ def elsewhere(world: World, identity: str, folder: str) -> dict[str, Any]:
 
 
 def going_on_alone(world: World, folder: str) -> dict[str, list[float]]:
-    """Losses of one rank from what two had left."""
+    """Return the losses of one rank that resumes the state of two ranks."""
     from pretrain.engine.deepspeed import start_distributed
 
     start_distributed(world, timeout_s=60)

@@ -1,5 +1,4 @@
-"""What an engine may be asked for beside its stage and precision, and models that keep more than
-weights: computed on 2 ranks."""
+"""Engine options other than stage and precision, and models with buffers, on 2 ranks."""
 
 import contextlib
 import logging
@@ -43,7 +42,7 @@ from tests.distributed.engines import (
 )
 
 ACTIVATION = 48 << 20
-"""Bytes that malloc would take from the kernel, and hand back, by themselves."""
+"""Bytes. malloc would request such a block from the kernel, and return it when freed."""
 OFFLOADED = {
     f"stage{stage}-{offload}-{precision}": (stage, offload, precision, optimizer)
     for stage, offload, precision, optimizer in (
@@ -93,7 +92,7 @@ UPDATED = {
 
 
 class NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside it nobody reads a number of a tensor, for which the host would wait for a GPU."""
+    """Fail if a tensor's value is read on the host, which would wait for a GPU."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -104,14 +103,12 @@ class NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def updated(world: World, identity: str) -> dict[str, Any]:
-    """How far the update on the device is from DeepSpeed's, from a first step on that is skipped;
-    and which of them waits."""
+    """Return the differences between the update on the device and DeepSpeed's from the first,
+    skipped step on, and which update waits."""
     stage, precision, optimizer, clip = UPDATED[identity]
     kind: dict[str, Any] = {"gradient_clip_norm": clip, "ema_decay": DECAY}
     if world.num_ranks == 1 and (stage, precision) == (1, "bf16"):
-        kind["accumulation"] = (
-            1  # DeepSpeed rounds the fp32 sum to bf16 even when there is nothing to reduce
-        )
+        kind["accumulation"] = 1  # DeepSpeed rounds the fp32 sum to bf16 even without a reduction
     ours, theirs = (
         make_engine(world, stage, precision, optimizer, on_device=where, **kind)
         for where in (True, False)
@@ -152,8 +149,8 @@ def updated(world: World, identity: str) -> dict[str, Any]:
 
 
 def accumulated(world: World, stage: int) -> float:
-    """How far the gradient of a step of single images is from the fp32 sum of their bf16
-    gradients."""
+    """Return the difference between the gradient of a step of single images and the fp32 sum of
+    their bf16 gradients."""
     model, (images, labels) = make_model().to(torch.bfloat16), global_batch(0)
     expected = {name: torch.zeros(weight.shape) for name, weight in model.named_parameters()}
     for row in range(GLOBAL):
@@ -172,7 +169,7 @@ def accumulated(world: World, stage: int) -> float:
 
 
 def checkpointed(world: World, stage: int) -> float:
-    """How far training with dropout is from the same with recomputed activations."""
+    """Return the difference that recomputed activations make with dropout."""
     spec = SPEC.model_copy(update={"dropout": 0.3})
     states = []
     for setting in (False, True):
@@ -186,8 +183,8 @@ def checkpointed(world: World, stage: int) -> float:
 
 
 def permutations_are_restored(world: World, stage: int) -> bool:
-    """Whether, on every rank, a model made from another seed takes the saved one's permutations and
-    computes the same."""
+    """True if a model of another seed takes the saved permutations and the same logits on every
+    rank."""
     spec = MixerSpec(
         kind="mixer", patch_size=2, num_channels=5, depth=2, permuted_blocks="all", num_tokens=7
     )
@@ -206,7 +203,7 @@ def permutations_are_restored(world: World, stage: int) -> bool:
 
 
 def grown(world: World, stage: int) -> dict[str, Any]:
-    """fp16 without clipping, in whose second and third step the loss scale grows."""
+    """Train with fp16 and no clipping. The loss scale grows in the second and third steps."""
     engine = make_engine(world, stage, "fp16", "sgd", gradient_clip_norm=0.0)
     engine._scaler.scale_window = 1
     first = shared(engine.export_state()).weights
@@ -225,8 +222,8 @@ def grown(world: World, stage: int) -> dict[str, Any]:
 
 
 def left_early(world: World, stage: int) -> dict[str, Any]:
-    """An evaluation that an error ends, of which the others may know nothing, and one that all
-    ranks give up."""
+    """End an evaluation by an error, which other ranks may not know, and by an interruption of all
+    ranks."""
     engine = make_engine(world, stage, "bf16", "adamw", ema_decay=DECAY)
     advance(engine, world, range(2))
     images = global_batch(7)[0].to(engine.input_dtype)
@@ -250,8 +247,8 @@ def left_early(world: World, stage: int) -> dict[str, Any]:
 
 
 def averages_agree(world: World, stage: int) -> dict[str, Any]:
-    """A model with batch norm: how far ranks' logits differ, and the saved averages from the ranks'
-    mean."""
+    """Return differences for a model with batch norm: logits between ranks, and saved averages from
+    the ranks' mean."""
     engine = make_engine(
         world, stage, "fp32", "lion", spec=SPEC.model_copy(update={"norm": "batch"})
     )
@@ -268,8 +265,7 @@ def averages_agree(world: World, stage: int) -> dict[str, Any]:
 
 
 def sparse_weights_go_on(world: World, stage: int) -> bool:
-    """Whether a resumed SW-MLP, whose weights are the values of a pattern, ends at the same
-    bits."""
+    """True if a resumed SW-MLP with sparse storage ends at the same bits."""
     spec = SparseMlpSpec(
         kind="sw_mlp", patch_size=2, num_channels=5, depth=2, density=0.3, storage="sparse"
     )
@@ -300,8 +296,8 @@ def tuning_engine(
 
 
 def tuning_goes_on(world: World, optimizer: str) -> float:
-    """How far tuning that goes on from its state ends from tuning that was never stopped; the
-    latter recomputes activations."""
+    """Return the difference between resumed and uninterrupted tuning. The uninterrupted tuning
+    recomputes activations."""
     plan = BatchPlan(GLOBAL, GLOBAL // world.num_ranks // 2, world.num_ranks)
     spec = SPEC.model_copy(update={"dropout": 0.3})
     straight, again = (
@@ -320,8 +316,8 @@ def tuning_goes_on(world: World, optimizer: str) -> float:
 
 
 def tuned(world: World) -> dict[str, Any]:
-    """accelerate's engine: a step that one rank spoils, and the next against an engine that never
-    saw it."""
+    """Train accelerate's engine through a step with a NaN on one rank, and compare the next step
+    with an engine without that step."""
     spoiled, clean = (tuning_engine(world, "adamw") for _ in range(2))
     plan = BatchPlan(GLOBAL, GLOBAL // world.num_ranks // 2, world.num_ranks)
     for engine in (spoiled, clean):
@@ -338,8 +334,7 @@ def tuned(world: World) -> dict[str, Any]:
 
 
 def pages_taken_again() -> int:
-    """Pages that the kernel clears when as many activations are made anew as were freed, five
-    times."""
+    """Return the page faults of five repetitions of allocating and freeing activations."""
     faults = []
     for _ in range(6):
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
@@ -349,8 +344,8 @@ def pages_taken_again() -> int:
 
 
 def noise(world: World, folder: str) -> dict[str, str]:
-    """What an engine says while it is made and trained: on the console, and in the file that it was
-    told to use."""
+    """Return the output of an engine's construction and training: on the console, and in its log
+    file."""
     from pretrain.loop.train import log_to
 
     log, console = (Path(folder) / f"{name}-{world.rank}" / "said" for name in ("log", "console"))

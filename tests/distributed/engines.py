@@ -1,4 +1,4 @@
-"""Small engines on 2 ranks and the plain PyTorch that they are held against."""
+"""Small engines on 2 ranks, and the plain PyTorch code for comparison."""
 
 from typing import Any
 from unittest.mock import patch
@@ -16,9 +16,7 @@ from pretrain.optim import build_optimizer, set_lr
 from pretrain.ranks.collectives import Exchange
 from pretrain.ranks.world import World
 
-SPEC = MlpSpec(
-    kind="mlp", depth=2, width=17, expansion=2
-)  # 17: nothing divides by the number of ranks
+SPEC = MlpSpec(kind="mlp", depth=2, width=17, expansion=2)  # 17 is divisible by no number of ranks
 SIZE, CLASSES, GLOBAL, CLIP, LR, DECAY = 6, 5, 16, 0.5, 0.01, 0.8
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -34,7 +32,7 @@ def optimizer_settings(name: str) -> OptimizerSettings:
 
 
 def make_model(spec: AnySpec = SPEC, *, seed: int = 1) -> Any:
-    """With a head that is not zero, or the body would have no gradients at first."""
+    """Return a model with a nonzero head: a zero head would give the body zero gradients."""
     model = build_model(spec, num_classes=CLASSES, image_size=SIZE, seed=seed)
     torch.nn.init.normal_(model.head.weight, std=0.3, generator=torch.Generator().manual_seed(seed))
     return model
@@ -54,14 +52,14 @@ def make_engine(
     on_device: bool | None = None,
     **settings: Any,
 ) -> Any:
-    """`on_device`: whether the update is ours or DeepSpeed's, where both can be."""
+    """`on_device`: True for our update, False for DeepSpeed's, where both are possible."""
     import pretrain.engine.deepspeed
 
     plain_config = pretrain.engine.deepspeed.deepspeed_config
 
     def config(*arguments: Any, **options: Any) -> dict[str, Any]:
-        """Stage 3 as it is for large models: few weights stay gathered, and several sub-groups are
-        stepped one after the other."""
+        """Return stage 3 settings as for large models: few weights stay gathered, and several
+        sub-groups are stepped in turn."""
         made = plain_config(*arguments, **options)
         made["zero_optimization"] |= {
             "stage3_param_persistence_threshold": 100,
@@ -93,7 +91,7 @@ def make_engine(
         )
     if precision == "fp16":
         engine._scaler.cur_scale = (
-            1024.0  # it starts where the first steps may be skipped, which would shift all others
+            1024.0  # a high scale could skip the first steps, which would shift all later ones
         )
     return engine
 
@@ -106,8 +104,7 @@ def train_step(
     poison: float | None = None,
     plan: BatchPlan | None = None,
 ) -> Any:
-    """One step; with `poison` that number stands in one picture of the last rank's first
-    micro-batch."""
+    """Run one step. `poison` replaces a pixel in the last rank's first micro-batch."""
     images, labels = global_batch(step)
     micro_batches, plan = [], plan or engine.plan
     for micro_step in range(plan.accumulation_steps):
@@ -121,7 +118,7 @@ def train_step(
 
 
 def advance(engine: Any, world: World, steps: range) -> list[float]:
-    """The mean loss of each step."""
+    """Return the mean loss of each step."""
     return [
         Exchange(train_step(engine, world, step).loss, 0.0, flag=False, num_bad=0).read().loss
         for step in steps
@@ -136,7 +133,8 @@ def plain_start(*, low_precision: torch.dtype = torch.float32) -> Any:
 def plain_gradients(
     *, low_precision: torch.dtype = torch.float32
 ) -> tuple[dict[str, Tensor], float]:
-    """(by name, clipped by hand; norm before), of step 0's whole batch at once, in fp32."""
+    """Return step 0's gradients by name, clipped, and their norm before clipping: the full batch at
+    once, in fp32."""
     model = plain_start(low_precision=low_precision)
     images, labels = global_batch(0)
     loss_of(model(images), Prepared(images, labels), label_smoothing=0.1).backward()
@@ -148,7 +146,7 @@ def plain_gradients(
 def plain_training(
     optimizer_name: str, *, steps: range, low_precision: torch.dtype, clip: float = CLIP
 ) -> dict[str, Tensor]:
-    """The weights after the steps: one process, the whole batch at once, torch's own clipping,
+    """Return the weights after the steps: one process, the full batch at once, torch's clipping,
     fp32."""
     model = plain_start(low_precision=low_precision)
     optimizer = build_optimizer(model, optimizer_settings(optimizer_name))
@@ -163,7 +161,7 @@ def plain_training(
 
 
 def shared(state: EngineState) -> EngineState:
-    """The first rank's state on every rank, as a checkpoint would bring it."""
+    """Return the first rank's state on every rank, like a checkpoint."""
     box: list[Any] = [state]
     torch.distributed.broadcast_object_list(box)
     result: EngineState = box[0]
@@ -177,7 +175,7 @@ def from_all_ranks(value: Any) -> list[Any]:
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """0 if and only if all is equal."""
+    """Return the largest difference."""
     assert one.keys() == other.keys() and one
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
@@ -187,8 +185,8 @@ def apart(one: EngineState, other: EngineState) -> float:
 
 
 def relative(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest error of one tensor against its own size, or against a hundredth of the whole
-    where it is smaller than that."""
+    """Return the largest relative error of a tensor. The divisor is its norm, but at least a
+    hundredth of the norm of all tensors."""
     assert one.keys() == other.keys() and one
     whole = sum(float(tensor.square().sum()) for tensor in other.values()) ** 0.5
     return max(

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.processes
 
 
 def agreements(world: World, run_dir: str) -> list[int]:
-    """Sizes found while the second rank has half the memory of the first, then while both have
-    more."""
+    """Return the sizes when the second rank has less than half of the first's memory, and when both
+    have enough."""
     from pretrain.engine import micro_batch
     from tests.pretrain.engine.test_micro_batch import SIZE, Memory, model, settings_of
 

@@ -1,5 +1,5 @@
-"""The DeepSpeed engine against plain PyTorch, and its state against itself, for every ZeRO stage
-and precision."""
+"""The DeepSpeed engine compared with plain PyTorch, and resumed compared with uninterrupted
+training, for every ZeRO stage and precision."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from tests.distributed.engines import CLIP
 pytestmark = pytest.mark.processes
 
 GRADIENT_LIMIT = {"fp32": 2e-6, "fp16": 4e-3, "bf16": 2e-2}
-"""Relative; a forgotten micro-batch or rank would be 0.5, a lost scale thousands."""
+"""Relative. A missing micro-batch or rank would give 0.5, a missing loss scale thousands."""
 MOVE_LIMIT = {"lion": 0.6, "adamw": 0.3, "sgd": 0.02}
-"""Low precision, of the way gone in three steps: the first two magnify what is lost in small
-gradients, up to a change of sign."""
+"""Limits for low precision, relative to the change of three steps. Lion and AdamW magnify the
+errors of small gradients, up to a change of sign."""
 LOSS_LIMIT = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 
 
@@ -100,7 +100,7 @@ def test_the_state_fits_another_stage(
 def test_segments_name_each_element_of_each_parameter_once(
     cell: dict[str, Any], identity: str
 ) -> None:
-    """At stage 0 once on each of the two ranks."""
+    """Stage 0 has each element on both ranks."""
     times = 2 if CELLS[identity][0] == 0 else 1
     assert cell["tiling"] == {"least": times, "most": times, "right": True}
     assert cell["stepped"]

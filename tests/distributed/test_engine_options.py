@@ -1,4 +1,4 @@
-"""Offload, activation checkpointing, and models that keep more than weights, on 2 ranks."""
+"""Offload, activation checkpointing, and models with buffers, on 2 ranks."""
 
 import resource
 from typing import Any
@@ -34,17 +34,15 @@ def judge_update(found: dict[str, Any], identity: str) -> None:
     assert found["norms"] == pytest.approx([found["norms"][0]] * 3, rel=1e-6)
     assert found["overlapped"] == 0
     assert found["updates"] == [2, 2]
-    assert (
-        found["theirs_waits"] is True
-    )  # or nothing was seen to wait because nothing was looked at
+    assert found["theirs_waits"] is True  # otherwise the check for waits does not work
 
 
 @pytest.mark.parametrize("identity", UPDATED)
 def test_the_update_on_the_device_is_deepspeeds_and_waits_for_nothing(
     results: dict[str, Any], alone: dict[str, Any], identity: str
 ) -> None:
-    """On two ranks; and on one, which at stage 1 updates from the gradients of the parameters
-    themselves."""
+    """On two ranks, and on one rank. On one rank stage 1 updates from the parameters' own
+    gradients."""
     judge_update(results["options"]["updated"][identity], identity)
     judge_update(alone["updated"][identity], identity)
 
@@ -52,7 +50,7 @@ def test_the_update_on_the_device_is_deepspeeds_and_waits_for_nothing(
 def test_gradients_of_micro_batches_are_added_up_in_fp32(
     results: dict[str, Any], alone: dict[str, Any]
 ) -> None:
-    """Ranks exchange bf16. Sums in bf16 would be off by 6e-3, on one rank as well."""
+    """Ranks exchange bf16. Sums in bf16 would be off by 6e-3, even on one rank."""
     assert alone["accumulated"] == 0
     assert max(results["options"]["accumulated"].values()) < 4e-3
 
@@ -87,8 +85,8 @@ def test_tuning_skips_a_step_that_one_rank_spoils(results: dict[str, Any]) -> No
 
 
 def test_tuning_that_goes_on_ends_at_the_same_bits(results: dict[str, Any]) -> None:
-    """With an optimizer that counts its steps and one that does not; and so does tuning that
-    recomputes activations."""
+    """Both an optimizer with a step counter and one without it; the uninterrupted tuning recomputes
+    activations."""
     assert results["options"]["tuning_goes_on"] == {"lion": 0, "adamw": 0, "sgd": 0}
 
 
@@ -110,14 +108,14 @@ def test_a_step_in_which_the_loss_scale_grows_is_the_step_that_it_would_be(
 def test_an_error_while_weights_are_averaged_waits_for_no_other_rank(
     results: dict[str, Any],
 ) -> None:
-    """Refreshing is a collective at stages 1 to 3: an interruption is on all ranks, another error
-    perhaps on one alone."""
+    """Refreshing is a collective at stages 1 to 3. An interruption reaches all ranks, another error
+    perhaps only one."""
     for found in results["options"]["left_early"]:
         assert found == {"OSError": 1, "Interrupted": 2, "left": 0, "logits": 0}
 
 
 def test_steps_take_the_memory_that_others_have_freed(results: dict[str, Any]) -> None:
-    """Handed back in between, all pages would be taken anew, five times."""
+    """If malloc returned memory between steps, the kernel would clear all pages five times."""
     assert results["options"]["pages"] < 5 * 3 * ACTIVATION / resource.getpagesize() / 4
 
 

@@ -1,5 +1,5 @@
-"""The formulas of ZeRO's memory and traffic against the tensors that two ranks hold and what they
-hand to torch.distributed."""
+"""The formulas of ZeRO's memory and traffic, compared with the tensors on two ranks and the
+arguments of torch.distributed."""
 
 import gc
 import inspect
@@ -30,12 +30,13 @@ RING = {
     "all_gather_into_tensor": (1, "output_tensor"),
     "all_gather": (1, "tensor_list"),
 }
-"""What a ring sends as a multiple of (N - 1) / N of the whole tensor, and which argument that
-is."""
+"""Bytes that a ring sends, as a multiple of (N - 1) / N of the full tensor, and the argument with
+this tensor."""
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
-    """By address; as long as the result is kept, nothing new can have one of these addresses."""
+    """Return live storages by address. While the result exists, no new storage can have the same
+    address."""
     gc.collect()
     found = {}
     for each in gc.get_objects():
@@ -47,7 +48,7 @@ def storages() -> dict[int, torch.UntypedStorage]:
 
 
 def count_traffic() -> dict[str, float]:
-    """From now on: bytes of the collectives that are started, as a ring would send them."""
+    """Start counting the bytes of collectives, as a ring sends them."""
     total = {"bytes": 0.0}
 
     def counting(real: Any, weight: int, whole: str) -> Any:
@@ -72,7 +73,7 @@ def count_traffic() -> dict[str, float]:
 def cell(
     world: World, traffic: dict[str, float], stage: int, precision: str, accumulation_steps: int
 ) -> dict[str, float]:
-    """Bytes per parameter after backward, and sent in a step."""
+    """Return the bytes per parameter after backward, and the bytes per parameter sent in a step."""
     from pretrain.engine.deepspeed import DeepSpeedEngine
 
     before = storages()
@@ -115,7 +116,7 @@ def cell(
     formula = held(training)
     bucket = (
         formula.bucket if stage < 3 else 0.0
-    )  # only stage 3 keeps it after backward; elsewhere gloo may still hold it
+    )  # only stage 3 keeps the bucket after backward; in other stages gloo may still use it
     return {
         "bucket": (
             (4.0 * bucket_elements(num_parameters) if stage == 0 else bucket) / num_parameters
@@ -140,5 +141,5 @@ def test_ranks_hold_and_send_what_the_formulas_say(results: dict[str, Any], numb
     assert found["sent"] <= found["sent_formula"] * 1.02
     kept = (
         2 / 3 if CELLS[number][0] == 3 else 1
-    )  # stage 3 need not gather again what backward begins with: here half the model
+    )  # stage 3 need not gather the weights at the start of backward again: half the model here
     assert found["sent"] >= found["sent_formula"] * kept * 0.98

@@ -1,13 +1,13 @@
-"""A reader of several ranks that is killed again and again: started by test_killed_readers.py, in a
-process of its own.
+"""A reader of several ranks that is killed repeatedly. test_killed_readers.py starts this program.
 
-    python -m tests.faults.reading DATASET OUT KILLS STEPS SHUFFLE SEED     STEPS: at least LONGEST_LIFE for each kill
+    python -m tests.faults.reading DATASET OUT KILLS STEPS SHUFFLE SEED     STEPS: at least
+    LONGEST_LIFE for each kill
 
-Ranks are forked by one driver (which spares as many imports of torch), read their slices of a
-global batch of 24, write what they read to OUT/log, wait for each other, and let the first one
-publish the number of consumed samples: the trainer's checkpoint. One of them kills itself with -9
-at a random point of one of its first steps, wherever the others are; the driver kills those, and
-starts again with another number of ranks where that checkpoint says.
+1. One driver forks the ranks, which saves imports of torch.
+2. Ranks read their slices of a global batch of 24, write them to OUT/log, and wait for each other.
+3. The first rank publishes the number of consumed samples, like the trainer's checkpoint.
+4. One rank kills itself with -9 at a random point of one of its first steps. The driver kills the
+   others, and starts another number of ranks from that checkpoint.
 """
 
 import json
@@ -29,7 +29,7 @@ from pretrain.data.reader import open_split
 GLOBAL_BATCH = 24
 WORLDS = (2, 1, 3, 4, 2, 6)
 LONGEST_LIFE = 12
-"""In steps, of a reader that is killed."""
+"""Maximum steps of a reader that is killed."""
 
 
 def consumed_of(out: Path) -> int:
@@ -46,7 +46,7 @@ def read(
     shuffle: Shuffle,
     dies: tuple[int, str],
 ) -> None:
-    """`dies`: in which of its steps, and where in it."""
+    """Read batches. `dies`: the step and the point at which this rank kills itself."""
     reader = open_split(dataset, load_manifest(dataset), "train")
     order = Order(reader.num_samples, 9, shuffle, 16, 3)
     plan = BatchPlan(GLOBAL_BATCH, GLOBAL_BATCH // num_ranks // 2, num_ranks)

@@ -1,4 +1,4 @@
-"""Ctrl-C reaches a whole process group: it is answered once, with what is kept, and nobody shows a
+"""Ctrl-C reaches a process group: the program reports once which files it keeps, without a
 traceback."""
 
 import os
@@ -25,7 +25,7 @@ sys.path.remove({folder!r})
 del sys.modules["torch"]
 import torch
 """
-"""An import that goes on until Ctrl-C is answered."""
+"""An import that ends after Ctrl-C."""
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +97,8 @@ PROGRAMS = {"cluster submit": "cluster/submit", "cluster": "wide-mlps"}
 
 @pytest.mark.parametrize("words", ["data_prep", "pretrain", "finetune", "analysis", *PROGRAMS])
 def test_while_a_program_is_loading(words: str, tmp_path: Path) -> None:
-    """The moments are an import of interrupts.py, when the process ends without a word, and an
-    import after it."""
+    """The signal comes during an import of interrupts.py, when the process ends silently, or during
+    a later import."""
     answer = answered(PROGRAMS.get(words, words), "nothing is saved")
     for module, expected in (("typing", (-signal.SIGINT, "")), ("textwrap", (130, answer))):
         (tmp_path / f"{module}.py").write_text(STRUCK)
@@ -113,8 +113,8 @@ def test_while_a_program_is_loading(words: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["verify", "stats --recompute", "dedup"])
 def test_a_look_at_a_dataset_by_workers(verb: str, shapes: Path, tmp_path: Path) -> None:
-    """Struck by whoever opens the fourth file of it, which may be a worker, or this program while
-    it starts them."""
+    """The process that opens the fourth file sends the signal: a worker, or the program while it
+    starts workers."""
     strike = Strike(shapes, 4, signal=signal.SIGINT, target="group")
     words = [
         sys.executable,

@@ -1,5 +1,5 @@
-"""A training that is made longer, before its end or after it, goes on in the same run as if it had
-been so from the start."""
+"""A training run that is extended, before or after its end, resumes and ends like a run with this
+length from the start."""
 
 import json
 import math
@@ -47,7 +47,7 @@ def config(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def slowly(program: str, words: list[str], strike: Strike | None) -> int:
-    """A training none of whose steps takes less."""
+    """Train with steps that take at least STEP_S."""
     plain = DeepSpeedEngine.train_step
 
     def slow(*given: Any, **also: Any) -> StepResult:
@@ -68,8 +68,8 @@ def events_of(run_dir: Path) -> list[dict[str, Any]]:
 def test_with_a_constant_rate_it_ends_at_the_bits_of_a_run_begun_longer(
     config: Path, tmp_path: Path
 ) -> None:
-    """Raised at its end, which lies within an epoch (240 pictures, batches of 16), and lowered
-    where it was stopped."""
+    """The length is raised after the end, which is within an epoch (240 images, batches of 16), and
+    lowered after a stop."""
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     said = finish(start(config, whole, *CONSTANT, "train.duration=2 epochs", ranks=1))
     best = json.loads((whole / "checkpoints" / "best.json").read_text())
@@ -96,7 +96,7 @@ def test_with_a_constant_rate_it_ends_at_the_bits_of_a_run_begun_longer(
     mine, theirs = final_state(run_dir), final_state(whole)
     assert mine.keys() == theirs.keys() and any(
         name.startswith("weight.") for name in mine
-    )  # with those that are averaged
+    )  # including averaged weights
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
     assert finished_result(run_dir) == (finished_result(whole) or {}) | {
         "lengths": [11, 40, 30],
@@ -159,7 +159,7 @@ def test_a_cosine_follows_the_new_length_and_a_shorter_one_is_refused(
     speeds.append((finished_result(run_dir) or {})["images_per_s"])
     assert (
         len(speeds) == 3 and max(speeds) <= 16 / STEP_S
-    )  # also that of the last step, behind which there is none
+    )  # including the last step's speed, although no step follows
     assert f"speed    {speeds[-1]:,.0f} images/s\n" in said
     before = contents(run_dir)
     for same in ("8 steps", "8  steps", "0.53 epochs"):
@@ -213,7 +213,7 @@ def test_weights_alone_are_taken_and_nobody_needs_their_source_again(
 def test_a_kept_checkpoint_is_the_end_of_a_shorter_run_and_a_branch_goes_on_from_it(
     config: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    """240 pictures in batches of 14: no epoch is a whole number of steps."""
+    """240 images in batches of 14: an epoch has a fractional number of steps."""
     words = (
         *CONSTANT,
         "train={global_batch_size: 14, local_batch_size: 14}",

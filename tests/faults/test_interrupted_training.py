@@ -1,5 +1,5 @@
-"""A run that is killed, stopped or moved to another number of ranks ends where an undisturbed run
-ends."""
+"""A run that is killed, stopped or moved to another number of ranks ends like an uninterrupted
+run."""
 
 import contextlib
 import json
@@ -50,7 +50,7 @@ def config(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 JOURNAL = ("tracking.enabled=true", "tracking.peak_teraflops=1")
 BF16 = ("engine.precision=bf16", "engine.zero_stage=3", *JOURNAL)
-"""The peak is given, as measuring it in bf16 takes a CPU longer than all else that a start does."""
+"""The peak is given, because measuring it in bf16 takes long on a CPU."""
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +75,9 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 def test_killed_at_any_moment_it_ends_at_the_same_bits(
     config: Path, undisturbed: Path, tmp_path: Path, precision: str, salt: int
 ) -> None:
-    """Every second kill may come while it starts, each of the others sixteen steps further; one
-    rank is killed, or both. Checkpoints are so frequent that a kill may come while one is written.
-    At last the newest is damaged, and passed over.
+    """Every second kill may come during the start, the others 16 steps later each time, of one rank
+    or both. Some kills hit the frequent checkpoints. Finally the newest checkpoint is damaged, and
+    skipped.
     """
     run_dir, generator, words = (
         tmp_path / "run",
@@ -91,15 +91,15 @@ def test_killed_at_any_moment_it_ends_at_the_same_bits(
         finish(start(config, undisturbed, *words, journal_only=True))
     for life in range(num_kills):
         victim, starts = generator.randrange(2), life % 2 == 1
-        # of every two steps the first rank, which writes the checkpoint, has some forty moments,
-        # and the other one seven
+        # in two steps the first rank, which writes the checkpoint, has about 40 moments, the other
+        # 7
         moment = generator.randint(1, (60, 12)[victim])
         strike = Strike(run_dir, moment, step=0 if starts else 9 + 8 * life)
         process = start(config, run_dir, *words, strikes={victim: strike}, journal_only=True)
         wait_until(lambda: process.ranks[victim].exitcode is not None, timeout_s=300)  # noqa: B023
         assert process.ranks[victim].exitcode == -signal.SIGKILL, process.said()
         alone = not starts and generator.randrange(3) > 0
-        if not alone:  # while ranks start, it is the launcher that ends the others
+        if not alone:  # while ranks start, the launcher ends the others
             process.ranks[1 - victim].kill()
         output, _ = process.communicate()
         if alone:
@@ -140,7 +140,7 @@ def test_a_start_that_froze_is_taken_over_and_changes_nothing_when_it_wakes_up(
     )
     wait_until(lambda: is_stopped(frozen), lives=lambda: frozen.poll() is None)
     try:
-        twin = start(config, run_dir, *words, ranks=1)  # SLURM knows of no other start of that job
+        twin = start(config, run_dir, *words, ranks=1)  # without SLURM's start number
         said, _ = twin.communicate()
         holder = (
             f"(process {frozen.ranks[0].pid} on {socket.gethostname()}, job 17, attempt 1, since"
@@ -181,7 +181,7 @@ def contents(run_dir: Path) -> dict[Path, bytes]:
 
 
 def logged_losses(run_dir: Path) -> dict[int, float]:
-    """By their steps, each of which the journal has once."""
+    """Return losses by step. The event log has each step once."""
     events = map(json.loads, (run_dir / "tracking" / "journal.jsonl").read_text().splitlines())
     told = [
         each for each in events if each["event"] == "metrics" and "train/loss" in each["values"]
@@ -242,8 +242,8 @@ def test_a_stop_of_any_rank_makes_a_checkpoint_and_a_clean_exit_with_staged_data
 
 
 def test_one_killed_rank_ends_the_others_and_is_named(config: Path, tmp_path: Path) -> None:
-    """By the real command: the launcher names it, and so does the first survivor, and no traceback
-    hides it."""
+    """The launcher and the first surviving rank name the killed rank, without a traceback (the real
+    command)."""
     run_dir = tmp_path / "run"
     process = start_command(
         config, run_dir, "train.duration=100000 steps", "checkpoint.every=7 steps"
@@ -268,8 +268,8 @@ def test_one_killed_rank_ends_the_others_and_is_named(config: Path, tmp_path: Pa
 def test_a_rank_that_is_killed_while_the_journal_closes_is_named(
     config: Path, tmp_path: Path, victim: int
 ) -> None:
-    """The first rank behind its result.json, which takes three moments, or the other one as soon as
-    it has nothing left to do."""
+    """The kill comes after the first rank's result.json (three moments), or when the other rank has
+    finished."""
     strike = Strike(tmp_path / "run", (4, 1)[victim], stage="closing its event log")
     process = start(config, tmp_path / "run", "train.duration=4 steps", strikes={victim: strike})
     output, _ = process.communicate()
@@ -296,8 +296,7 @@ def path_with(folder: Path) -> str:
 
 
 def test_a_stop_before_anything_has_begun(config: Path, tmp_path: Path) -> None:
-    """By the real command, whose rank does not import anything yet: it is held until the signal was
-    sent."""
+    """The real command receives the signal while its rank waits before any import."""
     (tmp_path / "sitecustomize.py").write_text(HELD)
     process = start_command(config, tmp_path / "run", ranks=1, PYTHONPATH=path_with(tmp_path))
     wait_until(lambda: len(ranks_of(process)) == 1, lives=lambda: process.poll() is None)
@@ -314,8 +313,8 @@ def test_a_stop_before_anything_has_begun(config: Path, tmp_path: Path) -> None:
 def test_other_numbers_of_ranks_continue_the_same_training(
     config: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """2 ranks, then 1 at another stage with other threads: the same batches, and weights that
-    differ by rounding alone."""
+    """2 ranks, then 1 rank with another stage and more threads: the same batches, and weights equal
+    up to rounding."""
     run_dir = tmp_path / "run"
     strike = Strike(run_dir, 1, step=8, signal=signal.SIGTERM)
     finish(start(config, run_dir, strikes={0: strike, 1: strike}))
@@ -359,8 +358,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_training_outlives_a_full_and_a_read_only_disk(config: Path, small_disk: Path) -> None:
-    """Two things go wrong with the place of the checkpoints while it trains; each is said, and
-    mended it is as if nothing was."""
+    """The disk of the checkpoints is full, then read-only, during training. Each problem is
+    reported, and training continues after its fix."""
     run_dir = small_disk / "run"
     process = start(config, run_dir, "train.duration=100000 steps", ranks=1)
     step = wait_for_checkpoint(run_dir, process)
@@ -393,7 +392,7 @@ def wait_for_word(process: Run, word: str) -> None:
 def test_the_best_checkpoint_is_known_after_an_evaluation_that_was_given_up(
     config: Path, tmp_path: Path
 ) -> None:
-    """Stopped again and again, wherever it is, it judges and keeps what an undisturbed run does."""
+    """Repeated stops at any point do not change the evaluations and the kept checkpoints."""
     words = [
         "checkpoint={every: 20 steps, keep_best: true, keep_last: 1}",
         "train.eval_every=2 steps",
@@ -404,7 +403,7 @@ def test_the_best_checkpoint_is_known_after_an_evaluation_that_was_given_up(
     for step, moment, owes in (
         (2, 8, True),
         (9, 1, False),
-    ):  # while it evaluates its third batch; in a step
+    ):  # during the evaluation's third batch; during a step
         strike = Strike(run_dir, moment, step=step, signal=signal.SIGTERM)
         finish(start(config, run_dir, *words, ranks=1, strikes={0: strike}))
         assert (

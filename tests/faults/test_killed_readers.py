@@ -47,8 +47,7 @@ def test_every_sample_of_every_epoch_exactly_once(shapes: Path, tmp_path: Path, 
 
     line_of_samples: list[int] = []
     for start in sorted(batches):
-        # what a killed world began is read again by the next one: the same global batch, whoever
-        # reads it
+        # the next world reads a killed world's batch again: the same samples on any number of ranks
         whole = [
             sorted(sample for entry in of_rank.values() for sample in entry["samples"])
             for ranks, of_rank in batches[start].items()

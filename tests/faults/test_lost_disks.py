@@ -1,5 +1,5 @@
-"""A run whose machines are lost, each with its disk, ends where an undisturbed run ends: a store
-has all that it needs."""
+"""A run that loses all machines and disks ends like an uninterrupted run: the bucket has all that
+it needs."""
 
 import json
 import os
@@ -39,8 +39,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def on_its_own_disk(program: str, words: list[str], strike: Strike | None) -> int:
-    """Each rank is a node, with a directory of its own; no checkpoint is ahead of the store, so a
-    strike's moment says what is there."""
+    """Run each rank as a node with its own directory. Every checkpoint waits for its upload, so a
+    strike's moment determines the bucket's content."""
     rank, really = os.environ["RANK"], Saver.save
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     words = [f"{word}/disk-{rank}/run" if word.startswith("run_dir=") else word for word in words]
@@ -57,8 +57,8 @@ def on_its_own_disk(program: str, words: list[str], strike: Strike | None) -> in
 def test_every_disk_is_lost_twice_and_the_bits_are_those_of_an_undisturbed_run(
     shapes: Path, tmp_path: Path, store: str
 ) -> None:
-    """Killed without a word, all disks gone; stopped, where one disk stays, which is behind by
-    then; finished elsewhere."""
+    """First killed with all disks lost, then stopped with one outdated disk left, then finished on
+    another machine."""
     config, undisturbed = write_config(tmp_path, dataset=shapes), tmp_path / "undisturbed"
     words = [str(config), *WORDS]
     finish(Run(["train", *words, f"run_dir={undisturbed}"], ranks=2, journal_only=True))
@@ -108,7 +108,7 @@ def test_every_disk_is_lost_twice_and_the_bits_are_those_of_an_undisturbed_run(
 
 
 def fetched(store: str, place: Path) -> Path:
-    """A copy of the remote, by the store's own client."""
+    """Copy the remote with the bucket's own client."""
     import boto3
 
     options = json.loads(store)

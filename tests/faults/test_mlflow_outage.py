@@ -1,7 +1,7 @@
-"""An MLflow server that is frozen, killed and started again while a run logs its steps.
+"""An MLflow server is frozen, killed and restarted while a run logs its steps.
 
-Nothing is lost, nothing stands twice, there is one run, its status is true, and no step waits for
-the server.
+Nothing is lost or duplicated, there is one run with the correct status, and no step waits for the
+server.
 """
 
 import json
@@ -31,8 +31,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Server:
-    """`mlflow server --workers 1` on loopback, from where it has imported its application: a fork
-    saves those seconds."""
+    """`mlflow server --workers 1` on loopback, forked after its imports to save seconds."""
 
     def __init__(self, folder: Path, name: str = "server.db"):
         with warnings.catch_warnings():
@@ -43,7 +42,7 @@ class Server:
         self.uri = f"http://127.0.0.1:{self.port}"
         make_database(
             folder / name, files=folder / "artifacts"
-        )  # or its first answer would take too long
+        )  # otherwise its first reply would take too long
         self._settings = {
             "_MLFLOW_SERVER_FILE_STORE": self.store,
             "_MLFLOW_SERVER_ARTIFACT_ROOT": "mlflow-artifacts:/",
@@ -62,7 +61,7 @@ class Server:
 
         os.closerange(
             3, 1 << 10
-        )  # or it would hold the deliverer's pipe open, which was made before the second start
+        )  # otherwise it would keep the deliverer's pipe open at its second start
         warnings.simplefilter("ignore")
         os.environ.update(self._settings)
         words = [
@@ -97,7 +96,7 @@ class Server:
 
 
 class Training:
-    """A loop of steps that logs each."""
+    """A loop that logs each step."""
 
     def __init__(self, tracker: Tracker):
         self.tracker, self.step = tracker, 0
@@ -114,11 +113,10 @@ class Training:
 def test_an_outage_costs_no_metric_no_step_and_no_truth(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the deliverer is killed while the server is frozen: with the next event it is started
-    again."""
+    """The deliverer is killed, too, while the server is frozen; the next event restarts it."""
     monkeypatch.setenv(
         "MLFLOW_HTTP_REQUEST_TIMEOUT", "2"
-    )  # of the deliverer, or each failed try would last 10 s
+    )  # for the deliverer, whose failed attempts would last 10 s
     monkeypatch.setattr("pretrain.tracking.tracker.RESTART_S", 0.0)
     server, run_dir = Server(tmp_path).start(), tmp_path / "run"
     capsys.readouterr()
@@ -136,7 +134,7 @@ def test_an_outage_costs_no_metric_no_step_and_no_truth(
         wait_until(lambda: delivered() > 0)
         server.signal(signal.SIGSTOP)
         wait_until(server.is_frozen)
-        training.run(STEPS_BETWEEN // 2)  # would not end if a step waited for the server
+        training.run(STEPS_BETWEEN // 2)  # would block if a step waited for the server
         deliverer = training.tracker._deliverer
         assert deliverer is not None and deliverer.process is not None
         deliverer.process.kill()

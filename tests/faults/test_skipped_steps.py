@@ -1,4 +1,4 @@
-"""A run that diverges leaves its weights as they were, stops after so many steps, and says on which
+"""A diverged run keeps its weights, stops after `max_skipped_steps` steps, and names the
 samples."""
 
 import json
@@ -24,7 +24,7 @@ BAD = replace(SKIPPED, loss=float("nan"))
 
 @pytest.mark.processes
 def test_a_diverged_run_stops_and_names_its_samples(shapes: Path, tmp_path: Path) -> None:
-    """The first step is taken and throws the weights so far that no later loss is finite."""
+    """The first step changes the weights so much that no later loss is finite."""
     words = [
         "optimizer={name: sgd, lr: 1e30}",
         "schedule={name: constant}",
@@ -57,7 +57,7 @@ def test_a_diverged_run_stops_and_names_its_samples(shapes: Path, tmp_path: Path
 
 
 def of_rank(run_dir: Path, shapes: Path, precision: str = "fp32") -> SkippedSteps:
-    """The first of two ranks."""
+    """Return the record of the first of two ranks."""
     tree = {
         "run_dir": str(run_dir),
         "data": {"dataset": str(shapes)},

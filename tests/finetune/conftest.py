@@ -1,4 +1,4 @@
-"""What is probed, judged and exported: one folder of weights over the tiny datasets."""
+"""The folder of weights that tests probe, evaluate and export."""
 
 from pathlib import Path
 
@@ -10,13 +10,13 @@ from tests.finetune.tiny import write_folder
 
 @pytest.fixture(scope="session")
 def folder(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a B-1/Wi-24, of the 8 classes of `shapes`."""
+    """A B-1/Wi-24 for the 8 classes of `shapes`."""
     spec = MlpSpec(kind="mlp", depth=1, width=24, expansion=2)
     return write_folder(tmp_path_factory.mktemp("weights") / "folder", shapes, spec=spec)
 
 
 @pytest.fixture
 def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, where every evaluation would draw for a second; the commands and ranks of
-    the tests do draw."""
+    """Skip an evaluation's figures (one second) in this process. Commands and ranks draw
+    figures."""
     monkeypatch.setattr("finetune.evaluate.report.draw", lambda *words, **also: [])

@@ -1,5 +1,5 @@
-"""`finetune evaluate`: exact on any number of ranks, equal to plain computations one picture at a
-time, and never overwritten."""
+"""`finetune evaluate` is exact on any number of ranks, equals plain computations for single images,
+and never overwrites results."""
 
 import json
 import shutil
@@ -146,8 +146,8 @@ def views_of(settings: AugmentSettings, *, seed: int) -> Augmentation:
 
 @torch.no_grad()
 def mean_over_views(folder: Path, dataset: Path, *, views: int, seed: int) -> list[Tensor]:
-    """Softmax of the plain picture and of so many views, one picture and one view at a time; (N, K)
-    after each."""
+    """Return the mean softmax of the plain image and of 0 to `views` views, computed for single
+    images; (N, K) after each."""
     model, augmentation = (
         model_of(folder),
         views_of(AugmentSettings(crop_scale=(0.4, 1.0), crop_ratio=(1.0, 1.0)), seed=seed),
@@ -192,9 +192,7 @@ def test_views_are_averaged_as_by_hand_and_pictures_read_once(
             seed=3,
             local_batch_size=size,
         )
-        assert size == 7 or sorted(seen) == list(
-            range(72)
-        )  # a last batch that is not full is filled up
+        assert size == 7 or sorted(seen) == list(range(72))  # the last batch is padded
         top, rows = means[-1].topk(5, dim=1), predictions(tmp_path / str(size))
         assert rows["answers"] == top.indices.tolist()
         np.testing.assert_allclose(rows["probabilities"], top.values, rtol=1e-3)
@@ -219,8 +217,8 @@ def on_ranks(world: World, pretrained: str, dataset: str, run_dir: str) -> float
 
 @pytest.mark.processes
 def test_three_ranks_give_the_table_of_one(folder: Path, shapes: Path, tmp_path: Path) -> None:
-    """72 pictures in batches of 5 on 3 ranks: the last round has one picture for the second rank,
-    and none for the third."""
+    """72 images in batches of 5 on 3 ranks: in the last round the second rank has one image, the
+    third none."""
     one = judge(folder, shapes, tmp_path / "one", num_views=2)
     found = run_ranks(on_ranks, str(folder), str(shapes), str(tmp_path / "three"), num_ranks=3)
     assert found == [one["eval/top1"], None, None]
@@ -268,7 +266,7 @@ def test_real_labels_are_counted_by_hand(folder: Path, shapes: Path, tmp_path: P
     bits[0, tops[0]] = bits[1, (tops[1] + 1) % 8] = bits[71, tops[71]] = True
     bits[2, :] = True
     bits[3, (tops[3] + 1) % 8] = bits[3, (tops[3] + 2) % 8] = (
-        True  # right are 0, 2 and 71; wrong 1 and 3; 67 have no label
+        True  # correct: 0, 2, 71; wrong: 1, 3; the other 67 have no label
     )
     fact = write_annotation(directory, "val-real", bits).model_dump()
     change_manifest(
@@ -330,7 +328,7 @@ def test_a_mixture_is_judged_on_each_of_its_datasets(
 def test_pixels_are_fed_as_the_card_says_and_other_squares_reported(
     shapes: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    """At half the model's size, INTER_AREA doubles each pixel."""
+    """INTER_AREA doubles each pixel at half the model's size."""
     source = {
         "stored_crop": "longer_side",
         "stored_interpolation": "area",

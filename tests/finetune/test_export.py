@@ -1,5 +1,5 @@
-"""Exports: the same answers from every format, nothing half-way; record, metadata and card have
-true facts, and nothing that is not known.
+"""Exports: every format gives the same predictions, and is complete or absent. Record, metadata and
+card have true facts, and no unknown ones.
 """
 
 import copy
@@ -76,7 +76,8 @@ FAMILIES: dict[str, AnySpec] = {
 
 @pytest.fixture(scope="module")
 def run(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """At ZeRO 3 on two ranks, with runs beside it as an evaluation and a probe leave them."""
+    """A run at ZeRO 3 on two ranks, with the directories of an evaluation and a probe next to
+    it."""
     folder = tmp_path_factory.mktemp("exporting")
     config = write_config(folder, dataset=shapes)
     short = ["train.duration=6 steps", "train.eval_every=6 steps", "checkpoint.every=3 steps"]
@@ -119,7 +120,7 @@ def onnx_answers(out: Path, x: Tensor) -> Tensor:
 
 
 def near(found: Tensor, wanted: Tensor) -> None:
-    assert float(wanted.abs().max()) > 0.05  # or zeros would do
+    assert float(wanted.abs().max()) > 0.05  # otherwise zeros would pass
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
@@ -150,7 +151,7 @@ def test_every_family_is_exported_with_its_own_answers(name: str, tmp_path: Path
     program = torch.export.load(out / "model.pt2")
     assert not any(
         "wide_mlps" in str(node.target) for node in program.graph.nodes
-    )  # needs nothing of ours
+    )  # independent of our code
     near(program.module()(x), wanted)
     near(onnx_answers(out, x), wanted)
 
@@ -177,9 +178,7 @@ def test_a_mixer_that_timm_has_loads_in_timm_alone(tmp_path: Path) -> None:
             for (
                 name,
                 weight,
-            ) in (
-                model.named_parameters()
-            ):  # small features: there it matters what eps is, in every norm
+            ) in model.named_parameters():  # small features, for which eps matters in every norm
                 if "stem" in name or "outer" in name:
                     weight.mul_(3e-3)
         save_folder(
@@ -207,7 +206,7 @@ def test_a_mixer_that_timm_has_loads_in_timm_alone(tmp_path: Path) -> None:
             torch.testing.assert_close(theirs, model(x), rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(
                 model_of(place / "out")(x), model(x), rtol=1e-4, atol=1e-5
-            )  # here, too
+            )  # the import, too
 
 
 @pytest.mark.slow
@@ -377,8 +376,7 @@ def test_the_card_tells_the_run_and_its_results(exported: Path) -> None:
         for metric in each["metrics"]
     }
     trained = json.loads((exported.parent / "run" / "result.json").read_text())
-    # the probe's head is not among these weights, `strange` is of others, `unfinished` has no
-    # result
+    # `probed` has another head, `strange` has other weights, and `unfinished` has no result
     assert metrics == {
         ("top-1", 0.25),
         ("top-1", round(trained["eval/top1"], 6)),
@@ -391,7 +389,8 @@ def test_the_card_tells_the_run_and_its_results(exported: Path) -> None:
     run = exported.parent / "run"
     sha256 = sha256_of(run / "checkpoints" / "step-00000006" / "model.safetensors")
     assert parent == Parent(str(run), 6, sha256, trained_with)
-    # by hand: 768 x 32 + 32, two blocks of 2 x 32 + 32 x 64 + 64 + 64 x 32 + 32, 32 x 8 + 8
+    # 768 x 32 + 32, two blocks of 2 x 32 + 32 x 64 + 64 + 64 x 32 + 32, 32 x 8 +
+    # 8
     for fact in (
         "| Parameters | 33,384 |",
         "| Multiply-adds | 33,024 for one image |",
@@ -399,7 +398,7 @@ def test_the_card_tells_the_run_and_its_results(exported: Path) -> None:
         "| Data | shapes-a, 240 images, content `",
         "| Started from | random weights |",
         "| Step | 6 |",
-        "| Code | commit `",  # the journal has it where tracking is off, too
+        "| Code | commit `",  # the event log has the commit even without tracking
         "optimizer: {name: adamw, lr: 0.001, weight_decay: 0.05",
         "| evaluated | shapes-a | val | top-1 | 25.0% | judged |",
         "| linear probe * | shapes-a | test | top-1 | 50.0% | probed |",

@@ -1,4 +1,4 @@
-"""`import wide_mlps` has what the packages have, with types, and imports torch only when it must."""
+"""`import wide_mlps` has the packages' names and types, and imports torch only if needed."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
-"""Features on disk: what a forward pass gives, made once (on three ranks: test_probe.py), found
-again only under the same key."""
+"""Features on disk equal a forward pass, are computed once (on three ranks: test_probe_ranks.py),
+and are reused only for the same key."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ def test_a_table_is_a_forward_pass_and_the_second_time_is_found(
         == open_split(other_shapes, load_manifest(other_shapes), "val").labels.tolist()
     )
     sizes = [len(call.args[0]) for call in counted.call_args_list]
-    assert sizes == [1, 8, 8, 8, 8, 8]  # one to learn the width; of five batches the last is padded
+    assert sizes == [1, 8, 8, 8, 8, 8]  # one to learn the width; the last of five batches is padded
     again = maker_of(settings, extract=counted).tables("val", [None])[0]
     assert counted.call_count == len(sizes) and torch.equal(whole(first), whole(again))
     assert "val: features found in" in capsys.readouterr().out
@@ -125,7 +125,7 @@ def test_a_key_changes_with_what_the_numbers_depend_on_alone(
         rebuilt = Path(shutil.copytree(other_shapes, tmp_path / "-".join(change)))
         save_manifest(rebuilt, load_manifest(rebuilt).model_copy(update=change))
         others.append(path(data=settings.data.model_copy(update={"dataset": str(rebuilt)})))
-    assert others.pop() == plain  # the same pictures
+    assert others.pop() == plain  # the same images
     assert len({plain, *others}) == 1 + len(others)
 
 
@@ -167,7 +167,7 @@ def test_a_kill_leaves_nothing_and_two_jobs_may_compute_the_same(
     other = maker_of(settings.model_copy(update={"run_dir": "another job's"}))
 
     def late(*words: Any) -> None:
-        """The other job begins after this one, and ends before it."""
+        """Begin the other job after this job, and end it before."""
         monkeypatch.setattr(features, "_publish", publish)
         other.tables("val", [None])
         publish(*words)
@@ -210,7 +210,7 @@ def test_what_a_cache_would_take_is_what_it_takes_and_what_does_not_fit_is_refus
         check_room(settings.model_copy(update={"cache_gb": left_gb * 1.001}), manifest, checkpoint)
         check_room(
             settings.model_copy(update={"cache_gb": 0.0, "features": "auto"}), manifest, checkpoint
-        )  # it streams
+        )  # features=auto streams
         small = settings.model_copy(update={"cache_gb": left_gb * 0.999})
         with fails("no-space", "features") as lack:
             check_room(small, manifest, checkpoint)
@@ -228,7 +228,8 @@ def test_what_a_cache_would_take_is_what_it_takes_and_what_does_not_fit_is_refus
                 check_room(settings, manifest, checkpoint)
             left = maker.cache.temporary_of(maker.cache.place_of(split, view))
             left.mkdir(parents=True)
-            (left / "features.npy").write_bytes(bytes(10_000))  # of a killed start of this run
+            # left by a killed attempt of this run
+            (left / "features.npy").write_bytes(bytes(10_000))
             check_room(settings, manifest, checkpoint)
             shutil.rmtree(left)
         maker.tables(split, [view])
@@ -241,7 +242,7 @@ def test_a_picture_that_does_not_decode_is_named(
     ((shard, key),) = open_split(other_shapes, load_manifest(other_shapes), "val").names(
         np.array([34])
     )
-    spoil(monkeypatch, 34)  # of the last batch, which is padded with it
+    spoil(monkeypatch, 34)  # a sample of the last batch, which is padded
     with fails("damaged", shard) as damaged:
         maker_of(feature_settings(other_shapes, tmp_path, folder)).tables("val", [None])
     assert key in damaged.value.problem

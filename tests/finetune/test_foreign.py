@@ -1,5 +1,5 @@
-"""Foreign weights compute here what they compute at home; what is not whole, known or safe is one
-clear message."""
+"""Weights of other projects give the same outputs as there. Incomplete, unknown or unsafe files are
+one-line errors."""
 
 import math
 import os
@@ -33,8 +33,7 @@ SIDE, WIDTH, HIDDEN, DEPTH, NUM_CLASSES = 8, 10, 25, 3, 7
 
 
 class Theirs(nn.Module):
-    """scaling_mlps' BottleneckMLP, or its MLP, from their definitions, on CHW images made
-    vectors."""
+    """scaling_mlps' BottleneckMLP or MLP by its definition, for flattened CHW images."""
 
     def __init__(
         self,
@@ -62,9 +61,7 @@ class Theirs(nn.Module):
         self.layernorms = nn.ModuleList(
             norm(WIDTH) if norm else nn.Identity() for _ in range(depth)
         )
-        with (
-            torch.no_grad()
-        ):  # norms as training leaves them, so that a swapped or forgotten one shows
+        with torch.no_grad():  # trained norms, so that swapped or missing norms are noticed
             for weight in self.parameters():
                 weight.add_(torch.randn_like(weight) * 0.1)
             for buffer in self.buffers():
@@ -165,9 +162,7 @@ def test_what_tools_wrap_around_weights_is_taken_off(
     tmp_path: Path, wrap: Callable[[Weights], object]
 ) -> None:
     theirs = Theirs().bfloat16().float()
-    theirs.layernorms[1] = theirs.layernorms[
-        0
-    ]  # tied weights share memory, which safetensors refuses
+    theirs.layernorms[1] = theirs.layernorms[0]  # shared memory, which safetensors does not support
     foreign = through_a_file(tmp_path, wrap(theirs.state_dict()))
     assert_same_answers(foreign, theirs)
     save_file(foreign.weights, tmp_path / "model.safetensors")
@@ -192,9 +187,7 @@ def test_timms_mixer_computes_the_same() -> None:
         for (
             name,
             weight,
-        ) in (
-            theirs.named_parameters()
-        ):  # where features are small it matters what eps is, in every norm
+        ) in theirs.named_parameters():  # for small features eps matters in every norm
             if "stem" in name or "fc2" in name:
                 weight.mul_(3e-3)
     foreign = convert(theirs.state_dict(), source="f")
@@ -327,7 +320,7 @@ def test_timms_other_models_are_refused(name: str, code: Code) -> None:
 
 
 def test_a_training_file_gives_what_timm_takes_of_it(tmp_path: Path) -> None:
-    """Written by timm's own saver; read by timm's own loader."""
+    """The file is written and read by timm's own functions."""
     sizes = {"num_classes": 5, "img_size": 16, "patch_size": 8, "num_blocks": 1, "embed_dim": 8}
     theirs = MlpMixer(**sizes)
     average = ModelEmaV3(theirs)

@@ -1,5 +1,4 @@
-"""Weights on the hub (one that `tests.hub` serves): pushed and taken again, timm's, and what a hub
-may refuse."""
+"""Weights on a hub of `tests.hub`: our own pushed and loaded, timm's, and errors of a hub."""
 
 import json
 import os
@@ -35,13 +34,13 @@ from tests.hub import TOKEN, Hub, serving
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Use 'content=:DeprecationWarning"
-)  # of httpx2, in huggingface_hub's uploads
+)  # a warning of httpx2 in huggingface_hub's uploads
 FILES = ("model.safetensors", "config.json", "sha256.json")
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """For huggingface_hub in this process, which has read its variables already."""
+    """A hub for huggingface_hub in this process, which has already read its variables."""
     with serving() as found:
         for name, value in {
             "ENDPOINT": found.url,
@@ -131,7 +130,7 @@ def test_an_export_is_private_unless_asked(
 def test_a_branch_that_moves_on_is_other_weights(
     hub: Hub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commit that a run began with is in its record; offline, the cache answers."""
+    """A run's record has the commit of its weights. Offline, the cache is used."""
     hub.put("user/mine", files_of(folder))
     begun = Checkpoint.open("hf-hub:user/mine")
     write_record(tmp_path, "probe", RecordSettings(), seed=0, weights=begun)
@@ -226,18 +225,16 @@ TIMMS = {
     "mobilenetv3_small_050.lamb_in1k": {},
     "mixer_s32_224.untagged": {"img_size": 32, "mlp_ratio": (0.1, 0.25)},
 }
-"""Names and what they are built with here: a transformer, convolutions with batch norm, one whose
-classifier lies deeper, one whose head has a hidden layer, and what this project has itself."""
+"""Models of timm and their sizes: a transformer, batch norm, a deeper classifier, a head with a hidden
+layer. This project has the last model, too."""
 
 
 def timms(hub: Hub, name: str, classes: tuple[str, ...]) -> torch.nn.Module:
-    """Put on the hub by timm's own saver, with random weights."""
+    """Put a model with random weights on the hub by timm's own saver."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = timm.create_model(name.partition(".")[0], num_classes=len(classes), **TIMMS[name])
-        for tensor in (
-            model.state_dict().values()
-        ):  # running statistics of something, and a classifier that is not zero
+        for tensor in model.state_dict().values():  # changed statistics, and a nonzero classifier
             if tensor.is_floating_point():
                 tensor.add_(0.05 * torch.rand_like(tensor))
     size = {"input_size": (3, 32, 32), "label_names": classes, "interpolation": "bicubic"}
@@ -275,7 +272,7 @@ def test_a_model_of_timm_answers_as_there(
     assert num_features_of(card.model, image_size=32) == features.shape[1]
     save_folder(
         tmp_path / "again", card=card, weights=ours.state_dict()
-    )  # as a probe or a tuning saves it
+    )  # like a probe or fine-tuning
     again = load_model(Checkpoint.open(tmp_path / "again")).eval()
     with torch.no_grad():
         torch.testing.assert_close(again(x), ours(x), rtol=0, atol=0)
@@ -284,8 +281,8 @@ def test_a_model_of_timm_answers_as_there(
 def test_timm_says_where_the_layers_are(
     hub: Hub, shapes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rates fall by the layer from the head on; where timm splits a model into none, tune refuses
-    it by its name."""
+    """Learning rates fall by layer from the head on. tune names a model that timm does not split
+    into layers."""
     timms(hub, "test_resnet.r160_in1k", load_manifest(shapes).classes)
     words = {
         "run_dir": "runs/tuned",
@@ -320,8 +317,8 @@ def test_timm_says_where_the_layers_are(
 
 
 def test_a_folder_of_timm_that_cannot_be_read_is_an_error(hub: Hub, shapes: Path) -> None:
-    """Other inputs and classifiers, damaged files, and configs that would have timm read other
-    weights, which could be pickle, in timm's words and in ours."""
+    """Other inputs and classifiers, damaged files, and configs that would make timm load other
+    weights, perhaps a pickle."""
     timms(hub, "test_vit.r160_in1k", load_manifest(shapes).classes)
     place = Path("saved/test_vit.r160_in1k")
     config, weights = place / "config.json", place / "model.safetensors"

@@ -1,5 +1,5 @@
-"""`finetune import`: the folder serves every later stage, and holds what the file and its
-surroundings say."""
+"""The folder of `finetune import` serves every later stage, and has the facts of the file and its
+options."""
 
 import json
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
         "--name",
         "imagenet21",
     ]
-    for _ in range(2):  # typed again, it is done before
+    for _ in range(2):  # the second time nothing is left to do
         assert main(words) == 0
         said = capsys.readouterr().out
         assert f"{out}: B-1/Wi-10 of scaling_mlps, 16 px, 8 classes, 8,333 parameters" in said
@@ -75,7 +75,7 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
     reader = open_split(shapes, load_manifest(shapes), "val")
     images_BHWC = reader.images(
         np.arange(reader.num_samples)
-    ).float()  # whole numbers from 0 to 255, as theirs takes them
+    ).float()  # integers from 0 to 255, as the public code expects
     logits = public_model()(((images_BHWC - 255 * MEAN) / (255 * STD)).permute(0, 3, 1, 2))
     labels = torch.from_numpy(reader.labels).long()
     assert scores["eval/loss"] == pytest.approx(float(cross_entropy(logits, labels)), rel=1e-4)

@@ -1,4 +1,4 @@
-"""Where an evaluation goes, how it ends, and what is refused before anything heavy."""
+"""The directory of an evaluation, its end, and its early errors."""
 
 import io
 import json
@@ -62,7 +62,7 @@ def test_other_settings_have_another_directory(folder: Path, shapes: Path, tmp_p
 def test_an_evaluation_that_is_killed_can_be_done_anew(
     folder: Path, shapes: Path, tmp_path: Path, monkeypatch: Patch, where: str
 ) -> None:
-    """Wherever it ends: what has a result.json stands in MLflow."""
+    """However it ends, an evaluation with a result.json is in MLflow."""
     ends: list[str] = []
     with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
         patches.setattr(Tracker, "close", lambda self, status: ends.append(status))
@@ -78,7 +78,7 @@ def test_an_evaluation_that_is_killed_can_be_done_anew(
 def run_of(
     folder: Path, place: Path, config: dict[str, Any], result: dict[str, Any] | None = None
 ) -> Path:
-    """A run directory with these weights at step 6."""
+    """Return a run directory with these weights at step 6."""
     (place / "checkpoints").mkdir(parents=True)
     shutil.copytree(folder, place / "checkpoints" / "step-00000006")
     (place / "config.yaml").write_text(yaml.safe_dump(config))
@@ -110,13 +110,13 @@ def test_other_words_that_mean_the_same_begin_it_anew(
         place = evaluation.run_dir.resolve()
         assert (
             yaml.safe_load((place / "config.yaml").read_text())["pretrained"] == "x"
-        )  # the first words, as in MLflow
+        )  # the first spelling of the path, as in MLflow
     assert place is not None and place.parent == run / "evaluations"
     refusal = r"belongs to an evaluation with other settings \(num_views: 3, was 2\)"
     result = judge(run, shapes, None, num_views=2)
     with pytest.raises(
         SettingsError, match=refusal
-    ):  # also where it was begun after this one had looked
+    ):  # even if the other evaluation began after this check
         judge(run, shapes, place, num_views=3)
     assert Evaluation.of(
         evaluation_settings(Path("x"), shapes, None, num_views=2)
@@ -124,8 +124,8 @@ def test_other_words_that_mean_the_same_begin_it_anew(
 
 
 def test_views_are_as_the_model_was_trained(folder: Path, tmp_path: Path, shapes: Path) -> None:
-    """Crops and flips alone, without which come those of the public command; what is named
-    stands."""
+    """Only crops and flips of the training are used; without these, the public command's. Explicit
+    settings take precedence."""
     trained = {
         "crop_scale": [0.75, 1.0],
         "flip_probability": 0.0,
@@ -187,7 +187,7 @@ def test_views_are_as_the_model_was_trained(folder: Path, tmp_path: Path, shapes
     whole = Evaluation.of(
         evaluation_settings(runs["tuned"], shapes, None, num_views=2, augment=own.model_dump())
     )
-    assert str(whole.run_dir) == told["run_dir"]  # the same by name
+    assert str(whole.run_dir) == told["run_dir"]  # the same directory for the explicit setting
 
 
 def test_views_that_cost_more_than_they_bring_are_told_of(shapes: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Scores of a table of answers, against scikit-learn, plain loops and counts by hand."""
+"""Scores of a table of predictions, compared with scikit-learn, plain loops and values by hand."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from finetune.evaluate.scoring import (
 
 NAMES = ("ant", "bee", "cat", "dog", "eel", "fox")
 NUMBERS = (4, 0, 7, 2, 6, 1)
-"""What the model, which has 9 classes, calls them; 3, 5 and 8 are not the dataset's."""
+"""The dataset's classes as numbers of a model with 9 classes; 3, 5 and 8 are not in the dataset."""
 
 
 def table(probabilities_NK: np.ndarray, labels_N: np.ndarray) -> Answers:
@@ -39,7 +39,7 @@ def table(probabilities_NK: np.ndarray, labels_N: np.ndarray) -> Answers:
 
 
 def random_case(size: int = 400) -> tuple[np.ndarray, np.ndarray]:
-    """Labels of all classes but one, and probabilities that know something of them."""
+    """Return labels of all classes but one, and probabilities that correlate with the labels."""
     generator = np.random.default_rng(0)
     labels = generator.choice(np.array(NUMBERS)[:5], size)
     logits = generator.normal(size=(size, 9)) * 1.5
@@ -92,7 +92,7 @@ def test_the_confusion_matrix_and_the_classes_are_those_of_scikit_learn() -> Non
 
 
 def test_calibration_is_counted_by_hand() -> None:
-    """Of 15 bins: 0.05 is in the first, 0.5 in the eighth, 0.95 and 1.0 in the last; 1/3 ends the
+    """Among 15 bins 0.05 is in the first, 0.5 in the eighth, 0.95 and 1.0 in the last; 1/3 ends the
     fifth."""
     confidences = np.array([0.05, 1 / 3, 0.5, 0.5, 0.95, 1.0])
     right = np.array([False, True, True, False, True, False])

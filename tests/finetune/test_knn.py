@@ -1,4 +1,4 @@
-"""Nearest neighbors equal scikit-learn's, whatever the chunks; the command judges all of a test
+"""Nearest neighbors equal scikit-learn's for any chunk size. The command evaluates a complete test
 split on any number of ranks."""
 
 import json
@@ -90,8 +90,8 @@ def test_ranks_and_chunks_change_nothing(monkeypatch: Patch) -> None:
 
 
 def test_of_rows_that_are_equally_near_the_first_ones_count_whatever_the_blocks() -> None:
-    """Every training row is there four times, with labels at random: nearly every place that counts
-    is a tie."""
+    """Every training row appears four times with random labels, so nearly every neighbor is a
+    tie."""
     train, test = table(40, seed=1), table(90, seed=2)
     places = torch.from_numpy(np.random.default_rng(0).permutation(np.tile(np.arange(40), 4)))
     (queries,) = unit_rows(torch.split(test.values_ND, 1000), device=CPU)
@@ -138,8 +138,8 @@ def test_the_command_judges_and_refuses(
     result = json.loads(Path("runs/k/result.json").read_text())
     assert result["top1_k60"] == pytest.approx(
         0.2
-    )  # everybody votes: twelve for each of five classes, of seven each
+    )  # all rows vote: five classes have twelve rows each
     assert (
         result["test_top1"] == result["top1_k5"] and result["k"] == 5
-    )  # the first named, not the best on test
+    )  # the first k in the list, not the best on test
     assert f"{result['top1_k5']:.1%} (k=5)" in output

@@ -1,4 +1,4 @@
-"""A model of the user's own in every command, and its code, which runs only if the user names it."""
+"""A user's own model in every command; its code runs only if the user names it."""
 
 import sys
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ STEADY = ["schedule={name: constant}", f"model={{import: '{PATH}', width: 12}}"]
 
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: Patch) -> Iterator[Path]:
-    """The user's module, which nothing has imported or allowed."""
+    """The user's module, not yet imported or allowed."""
     path = tmp_path / "my_package/my_models.py"
     path.parent.mkdir()
     path.write_text(CODE)
@@ -112,7 +112,7 @@ def test_every_command_takes_it(shapes: Path, tmp_path: Path) -> None:
     probe.write_text("{optimizer: sgd, lrs: [0.1], weight_decays: [0.0], epochs: [2]}")
     run(f"probe {probe} pretrained={trained} run_dir=runs/probed {data} {allow}")
     run(f"tune {tuning} run_dir=runs/tuned layer_decay=1.0 {data} allow_import={PATH}")
-    run("tune runs/tuned train.duration=12steps")  # its config names the code
+    run("tune runs/tuned train.duration=12steps")  # the config names the code
     for place in ("runs/probed", "runs/tuned"):
         run(f"evaluate pretrained={place} {data} allow_import={PATH}")
     run(f"predict runs/tuned {shapes} --out seen.csv --features f.parquet {allow}")

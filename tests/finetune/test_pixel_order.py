@@ -1,6 +1,5 @@
-"""Weights that were trained on pixels in an order of their own are used with it, wherever they are
-used. To an MLP pictures in that order are the same, if the columns of its first layer stand in it,
-too."""
+"""Weights trained on permuted pixels are always used with this permutation. An MLP with equally
+permuted first-layer columns gives the same outputs."""
 
 from pathlib import Path
 
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 
 @pytest.fixture
 def ordered(folder: Path, shapes: Path, tmp_path: Path) -> Path:
-    """As `folder`, with its pixels in another order."""
+    """Return `folder` with permuted pixels and columns."""
     spec = Checkpoint.open(folder).card.model
     out = write_folder(tmp_path / "ordered", shapes, spec=spec, pixel_permutation=7)
     weights = load_file(out / "model.safetensors")

@@ -1,5 +1,5 @@
-"""`finetune predict`: on pictures what evaluation finds on the shards made of them, a row for each,
-and a whole file or none."""
+"""`finetune predict` on image files equals evaluation on shards of these files. It writes a row for
+each, and a complete file or none."""
 
 import csv
 import os
@@ -80,8 +80,8 @@ def test_a_dataset_gets_the_answers_of_its_evaluation(
 def test_pictures_get_the_answers_of_the_shards_built_from_them(
     size: int, facts: dict[str, Any], shapes: Path, tmp_path: Path
 ) -> None:
-    """Files, a folder and a plain tar without labels: all as evaluation sees the raw shards that
-    are built of them."""
+    """Files, a folder and a plain tar without labels give the predictions for the raw shards built
+    from them."""
     weights = write_folder(tmp_path / "weights", shapes, **facts)
     pictures = {
         f"{name}.jpg": encoded(picture(seed=seed, width=90, height=70))
@@ -181,7 +181,7 @@ def test_a_pil_picture_a_file_and_a_shard_are_one_tensor(
     read = torch.zeros(len(paths), 16, 16, 3, dtype=torch.uint8)
     assert not reader.read(reader.locate(np.arange(len(paths))), read)
     opened = [Image.open(path) for path in paths]
-    for pictures in (opened, opened):  # not loaded, and loaded
+    for pictures in (opened, opened):  # not loaded, then loaded
         given = predictor.batch(pictures).images_BHWC
         for place, path in enumerate(paths):
             wanted = stored[place].permute(1, 2, 0)
@@ -314,7 +314,7 @@ def test_an_error_on_the_way_and_ctrl_c_leave_what_was_there(
 @pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:unclosed file:ResourceWarning"
-)  # stock webdataset leaves its files to the garbage collector
+)  # stock webdataset does not close its files
 def test_the_blocks_of_the_python_page_run(
     folder: Path, shapes: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
@@ -328,7 +328,7 @@ def test_the_blocks_of_the_python_page_run(
     )
     assert all(len([line for line in block.splitlines() if line]) <= 10 for block in blocks)
     blocks = [block for block in blocks if not re.search("import light|from light", block)]
-    assert len(blocks) == 8  # tests/pretrain/data/test_other_trainers.py runs the others
+    assert len(blocks) == 8  # tests/pretrain/data/test_other_trainers.py runs the other examples
     printed = []
     for block in blocks:
         exec(block, {})
@@ -365,8 +365,8 @@ def test_the_blocks_of_the_python_page_run(
 def test_weights_are_read_without_other_ranks_whatever_a_launcher_has_set(
     variables: dict[str, str], folder: Path, shapes: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """A notebook or a batch script of a job with several tasks: only some variables of a launcher
-    are set, and no MASTER_ADDR."""
+    """In a notebook or a batch script with several tasks, only some launcher variables are set, and
+    MASTER_ADDR is not."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

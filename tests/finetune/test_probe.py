@@ -1,5 +1,4 @@
-"""What is chosen on held-out samples is what is judged and saved; what makes no sense is
-refused."""
+"""The candidate chosen on held-out samples is evaluated and saved. Useless settings are errors."""
 
 import json
 import math
@@ -59,8 +58,8 @@ from tests.training import Run, finish
 
 
 def noise(count: int, *, seed: int) -> Table:
-    """So many features that a head learns their labels by heart: it answers right what it was
-    trained on, all else by chance."""
+    """Return so many features for the samples that a head memorizes the labels; other predictions
+    are random."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, CLASSES, (count,), generator=generator)
     return Table(torch.randn(count, 300, generator=generator), labels)
@@ -76,8 +75,8 @@ def verdict_of(train: Table, test: Table, **changes: Any) -> dict[str, Any]:
 
 
 def of_unequal_scales(count: int, *, seed: int) -> Table:
-    """Twelve classes that overlap; one feature has 10,000 times the scale of another, and few
-    samples decide."""
+    """Return twelve overlapping classes. Feature scales differ by 10,000, and few samples
+    decide."""
     means = torch.randn(12, 48, generator=torch.Generator().manual_seed(7))
     generator, scale_D = torch.Generator().manual_seed(seed), torch.logspace(-2, 2, 48)
     labels = torch.randint(0, 12, (count,), generator=generator)
@@ -88,8 +87,8 @@ def of_unequal_scales(count: int, *, seed: int) -> Table:
 
 @pytest.mark.slow
 def test_the_default_probe_is_as_good_as_scikit_learns_logistic_regression() -> None:
-    """Its reference: standardized features, and the inverse decay C chosen by cross-validation.
-    Means of three training sets."""
+    """The reference has standardized features and chooses C by cross-validation. Means of three
+    training sets."""
     test, accuracies = of_unequal_scales(4000, seed=100), list[tuple[float, float]]()
     for seed in (1, 2, 3):
         train = of_unequal_scales(240, seed=seed)
@@ -136,19 +135,19 @@ def test_the_choice_is_the_best_with_the_smallest_rate_and_never_a_diverged_cell
     assert best_of(grid, num_held=10**6).candidate == Candidate(0.1, 0.5, 5)
     with fails("not-finite", "lrs"):
         best_of(grid[-1:], num_held=10**6)
-    lower = judged(0.3, 0.5, 0.8, 0.9)  # of equals the one that is surer of what is right
+    lower = judged(0.3, 0.5, 0.8, 0.9)  # among equals the candidate with the smaller loss
     assert best_of([*grid, lower], num_held=10**6).candidate == lower.candidate
     surer = judged(0.01, 0.1, 0.79, 0.5)
     assert (
         best_of([*grid, surer], num_held=100).candidate == surer.candidate
-    )  # a standard error is 4 points
+    )  # the standard error is 4 points
     assert best_of([*grid, surer], num_held=10_000).candidate == Candidate(
         0.1, 0.5, 5
-    )  # 0.4 points
+    )  # the standard error is 0.4 points
     row = [judged(0.1, 0.0, 0.7), judged(0.2, 0.0, 0.8), judged(0.3, 0.0, 0.9)]
     (hint,) = edges(row[2], row)
     assert hint.startswith("lrs: ") and "0.3" in hint
-    assert edges(row[1], row[:2] + [judged(0.3, 0.0, 0.8)]) == []  # as good within as on the edge
+    assert edges(row[1], row[:2] + [judged(0.3, 0.0, 0.8)]) == []  # the inner candidate is as good
 
 
 def test_held_out_samples_are_apart_and_the_test_split_is_never_chosen_on() -> None:
@@ -222,7 +221,7 @@ def test_evaluation_of_a_probe_is_the_probes_own_number(
     result = probe(settings, ALONE, opened(settings))
     assert were_finished == [
         False
-    ]  # a kill in between must not leave a run that is finished and of which nothing was told
+    ]  # a kill between both must not leave a finished run that is not registered
     assert (
         result is not None
         and len(result["grid"]) == 4
@@ -275,7 +274,7 @@ def test_the_command_finds_the_features_of_a_killed_probe(
     Path("probe.yaml").write_text("pretrained: runs/mine\n")
     maker_of(feature_settings(other_shapes, tmp_path / "runs", weights)).tables(
         "train", [None]
-    )  # as if killed then
+    )  # as if killed after this
     output = finish(Run(words, ranks=1, program="finetune"))
     assert (
         "train: features found in runs/features" in output and "val: features found" not in output

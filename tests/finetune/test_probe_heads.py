@@ -1,4 +1,4 @@
-"""Heads trained together equal plain optimizers and scikit-learn, each as if trained alone."""
+"""Heads trained together equal heads trained separately by plain optimizers and scikit-learn."""
 
 import math
 from typing import Any
@@ -38,8 +38,8 @@ def standardized(table: Table) -> Tensor:
 def plain_head(
     tables: list[Table], candidate: Candidate, settings: ProbeSettings, make: Any
 ) -> Tensor:
-    """One nn.Linear, autograd and torch's own cosine; `make` takes parameter groups with their
-    decays."""
+    """Train one nn.Linear with autograd and torch's cosine. `make` takes parameter groups with
+    their weight decays."""
     head = torch.nn.Linear(FEATURES, CLASSES)
     for parameter in head.parameters():
         torch.nn.init.zeros_(parameter)
@@ -120,7 +120,8 @@ def test_candidates_of_a_grid_are_plain_sgd_with_views_and_lengths_of_their_own(
 
 
 def test_rates_take_no_more_memory_than_the_table() -> None:
-    """250 steps of four candidates with 50 classes: their rates by column would be 200 kB."""
+    """250 steps of four candidates with 50 classes: learning rates for each column would take 200
+    kB."""
     rows, settings = (
         rows_of(blobs(500, seed=1)),
         probe_settings(lrs=(0.1, 0.2, 0.3, 0.4), epochs=(1,), batch_size=2),
@@ -139,7 +140,8 @@ def test_rates_take_no_more_memory_than_the_table() -> None:
     ],
 )
 def test_an_update_is_the_plain_optimizer_step_for_step(name: str, peer: Any) -> None:
-    """On the same gradients, some of them zero; each column has a rate and a decay of its own."""
+    """Equal gradients, some of them zero; each column has its own learning rate and weight
+    decay."""
     generator = torch.Generator().manual_seed(4)
     start = torch.randn(8, 2, generator=generator)
     start[FEATURES + 1 :] = 0

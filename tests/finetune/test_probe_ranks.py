@@ -1,6 +1,5 @@
-"""Ranks that probe together: each row and candidate once, waits as long as the work, and every
-fault an end that all agree on; a rank that lives but makes no progress is named, ranks that are
-done hold nobody up.
+"""Ranks that probe together compute each row and candidate once, wait for long work, and agree on
+the end after a fault. A rank without progress is named; finished ranks do not delay others.
 """
 
 import errno
@@ -61,7 +60,8 @@ PATIENCE_S, WORK_S = 3.0, 4.5
 
 
 def patient_case(world: World) -> float:
-    """One candidate, which the first rank alone works on, for longer than a collective may wait."""
+    """Let only the first rank work on the one candidate, longer than the timeout of a
+    collective."""
     start_accelerator(world, timeout_s=PATIENCE_S)
     plain = probe.heads_of
 
@@ -84,8 +84,8 @@ def test_a_rank_without_a_cell_waits_as_long_as_it_takes() -> None:
 
 
 def quarrel_case(world: World, folder: str, other: str, dataset: str, place: str) -> list[str]:
-    """What each rank reports of weights that differ, of evaluations that differ, of a disk that one
-    finds full when it syncs, of an error of one alone."""
+    """Return each rank's error codes: different weights, different evaluations, a full disk of one
+    rank, and an error of one rank."""
     start_accelerator(world, timeout_s=20)
     settings = feature_settings(Path(dataset), Path(place), Path(folder))
     said = []
@@ -134,8 +134,8 @@ def test_a_fault_of_one_rank_is_the_end_of_all(
 
 
 def rank_case(world: World, folder: str, dataset: str, place: str) -> list[Any]:
-    """The samples of the test split that this rank computes, the table, and the candidates as all
-    ranks know them."""
+    """Return the test samples that this rank computes, the table, and the candidates that all ranks
+    know."""
     start_accelerator(world)
     computed: list[int] = []
     write = features._File.write
@@ -170,7 +170,7 @@ def test_three_ranks_make_each_row_once_and_share_the_candidates(
         np.testing.assert_allclose(table, one_table, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(scores, one_scores, rtol=1e-4, atol=1e-6)
     computed, table, _ = rank_case(ALONE, *words, str(tmp_path / "three"))
-    assert computed == [] and table == said[0][1]  # one rank finds what three have made
+    assert computed == [] and table == said[0][1]  # one rank reuses the features of three
 
 
 GRID = {
@@ -200,7 +200,8 @@ def streamed_case(
 def test_streamed_features_train_the_heads_that_kept_ones_train(
     folder: Path, other_shapes: Path, tmp_path: Path, num_ranks: int
 ) -> None:
-    """Of four candidates of two lengths on five ranks, one rank has none, and helps the others."""
+    """With four candidates of two lengths on five ranks, one rank has no candidate, and helps the
+    others."""
     words = (str(folder), str(other_shapes))
     kept = streamed_case(ALONE, *words, str(tmp_path / "kept"), "cache")
     place = str(tmp_path / "streamed")
@@ -222,7 +223,7 @@ TARGET = "tests.finetune.test_probe_ranks:"
 
 
 def is_stuck(*_given: object) -> None:
-    PROGRESS._touched_s = time.monotonic() - 1000  # so that the test need not wait so long
+    PROGRESS._touched_s = time.monotonic() - 1000  # as if 1000 s had passed
     time.sleep(600)
 
 

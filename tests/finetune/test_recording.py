@@ -1,4 +1,4 @@
-"""A short run says truthfully how it ended, and whose child it is."""
+"""A short run records its true status and its parent."""
 
 import json
 import os

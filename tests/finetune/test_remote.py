@@ -1,5 +1,5 @@
-"""What judges and probes over a network says what it says of the same shards on disk, and its cache
-is the one of training."""
+"""Evaluations and probes of remote shards give the results of local shards, and share the cache of
+training."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ OF_THE_PLACE = {"seconds", "images_per_s", "views_per_s", "run_dir"}
 
 
 def elsewhere(dataset: Path, out: Path, address: str) -> Path:
-    """The dataset, whose shards are at `address` and nowhere else."""
+    """Return the dataset with its shards only at `address`."""
     shutil.copytree(dataset, out, ignore=shutil.ignore_patterns("*.tar"))
     manifest = load_manifest(dataset)
     splits = {}
@@ -48,7 +48,7 @@ def elsewhere(dataset: Path, out: Path, address: str) -> Path:
 
 
 def findings(dataset: Path, place: Path, weights: Path, **more: Any) -> dict[str, Any]:
-    """Of every verb, without what names a place or takes time."""
+    """Return the results of every command, without paths and times."""
     judged = judge(weights, dataset, place / "judged", num_views=2, include_plain=True, **more)
     settings = feature_settings(dataset, place, weights, **PROBE, **more)
     found = {

@@ -1,5 +1,5 @@
-"""Fine-tuning from a real checkpoint: exact on any number of ranks, resumed = uninterrupted; over
-seeds and folds runs of their own, the samples of a fold alone, mean and spread, their place in
+"""Fine-tuning from a real checkpoint is exact on any number of ranks, and resumes exactly. Seeds
+and folds are separate runs with their own samples, mean and standard deviation, and a place in
 MLflow.
 """
 
@@ -70,8 +70,8 @@ def pretrained(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folded(other_shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
-    """A dataset whose 60 training pictures lie in three folds, which overlap as STL-10's do; some
-    in none."""
+    """A dataset whose 60 training images are in three overlapping folds, like STL-10's; some images
+    are in no fold."""
     directory = shutil.copytree(other_shapes, tmp_path_factory.mktemp("folds") / "shapes")
     bits = np.random.default_rng(0).random((60, 3)) < 0.4
     fact = write_annotation(directory, "train-folds", bits).model_dump()
@@ -99,7 +99,7 @@ def test_two_ranks_tune_as_one_and_resumed_is_uninterrupted(
     finish(start_tuning(config, alone, *words))
     finish(start_tuning(config, tmp_path / "two", *words, ranks=2))
     one, two = final_state(alone), final_state(tmp_path / "two")
-    (alone / "result.json").unlink()  # as if killed after the checkpoint before the last
+    (alone / "result.json").unlink()  # as if killed after the second-last checkpoint
     for file in list_checkpoints(alone)[-1].iterdir():
         file.unlink()
     assert "resuming from step-00000018" in finish(start_tuning(config, alone, *words))
@@ -113,7 +113,7 @@ def test_two_ranks_tune_as_one_and_resumed_is_uninterrupted(
 def test_tuning_starts_from_the_checkpoint_and_scratch_does_not(
     pretrained: Path, other_shapes: Path, tmp_path: Path
 ) -> None:
-    """One step at a vanishing learning rate leaves the body where it started."""
+    """One step at a tiny learning rate does not change the body."""
     config, body = (
         write_tuning(tmp_path, pretrained, other_shapes),
         load_weights(Checkpoint.open(pretrained))["stem.weight"],
@@ -158,7 +158,7 @@ def test_a_dataset_of_another_size_is_fed_at_the_checkpoints_and_as_asked_with_i
             if recipe
             else (begun.channel_mean, begun.channel_std)
         )
-        if recipe:  # uniform within 1 / sqrt(inputs), of which there are 32
+        if recipe:  # uniform within 1 / sqrt(inputs), with 32 inputs
             assert head.abs().max() <= 32**-0.5 and head.std() == pytest.approx(
                 (3 * 32) ** -0.5, rel=0.15
             )
@@ -184,7 +184,7 @@ def test_seeds_are_runs_of_their_own_and_the_summary_is_theirs(
     )
     assert all(torch.equal(two[name], by_itself[name]) for name in by_itself)
     assert not torch.equal(one["head.weight"], two["head.weight"])
-    # a third seed is added and one is lost: two ranks do these, and nothing that is finished
+    # a third seed is added and one is lost: two ranks train only these
     times = {
         path: path.stat().st_mtime_ns
         for path in group.glob("seed-*/checkpoints/*/model.safetensors")
@@ -209,8 +209,7 @@ def test_seeds_are_runs_of_their_own_and_the_summary_is_theirs(
         "weights_step": 6,
     }
     assert all(each.items() >= made_of.items() for each in (result, *result["runs"].values()))
-    # the source is trained on: neither a further seed nor one that was lost begins from other
-    # weights than the first
+    # the source is trained further: new or lost seeds still begin from the first seed's weights
     later = write_folder(pretrained / "checkpoints" / "step-00000009", step=9)
     capsys.readouterr()
     for seeds in ("seeds=[0,5,6]", "seeds=[0,5,6,7]"):
@@ -220,8 +219,8 @@ def test_seeds_are_runs_of_their_own_and_the_summary_is_theirs(
 
 
 def check_books(pretrained: Path, dataset: Path, group: Path) -> None:
-    """In the store of the run that made the weights: it, the group below it, the seeds below the
-    group, and the model's version."""
+    """Check MLflow: the run of the weights, the group below it, the seeds below the group, and the
+    model version."""
     client = MlflowClient(tracking_uri=f"sqlite:///{pretrained.parent}/mlflow.db")
     runs = {
         run.info.run_name: run
@@ -283,7 +282,7 @@ def test_folds_are_trained_on_alone(
         )
         for epoch in range(2):
             np.testing.assert_array_equal(np.sort(samples[epochs == epoch]), members)
-    # on another disk, where the remote has all of them but one
+    # on another disk; the remote lacks one run
     (store / "result.json").unlink()
     shutil.rmtree(store / "fold-1-seed-1")
     finish(start_tuning(config, tmp_path / "other", *words))
@@ -343,7 +342,7 @@ def test_ranks_that_wait_for_another_start_end_well(
 def test_a_group_goes_on_wherever_it_was_interrupted(
     pretrained: Path, other_shapes: Path, tmp_path: Path
 ) -> None:
-    """Seed 0 is finished, seed 1 has a checkpoint, seed 2 has nothing."""
+    """Seed 0 is finished, seed 1 has a checkpoint, and seed 2 has not begun."""
     config, group = write_tuning(tmp_path, pretrained, other_shapes), tmp_path / "group"
     (group / "seed-0").mkdir(parents=True)
 

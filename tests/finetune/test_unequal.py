@@ -33,7 +33,7 @@ BASELINES = "chance 12.5 %, largest class 39.1 %"
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, unequal: Path) -> tuple[float, float]:
-    """(top-1, class mean), which differ."""
+    """Return (top-1, class mean), which differ."""
     logits, labels = plain_logits(folder, unequal)
     answers = logits.argmax(dim=1).numpy()
     top1, class_mean = (
@@ -74,7 +74,7 @@ def test_predict_without_labels_prints_no_accuracy(
 
 @torch.no_grad()
 def test_training(folder: Path, unequal: Path, expected: tuple[float, float]) -> None:
-    """Its evaluation, its last lines, and the last line of several seeds."""
+    """Check the evaluation and the last lines of one seed and of several seeds."""
     data = load_training_data(DataSettings(dataset=str(unequal)))
     reader = ShardReader([Part(unequal, load_manifest(unequal), "val")])
     scores = evaluate(

@@ -1,5 +1,5 @@
-"""What the tests of finetune share: tiny weights, a run to export, made-up features, one evaluation
-in this process."""
+"""Shared by the tests of finetune: tiny weights, a run to export, synthetic features, and an
+evaluation in this process."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +45,7 @@ PROBE: dict[str, Any] = {
     "epochs": (6,),
     "batch_size": 16,
 }
-"""Of a few seconds' work."""
+"""Settings of a probe that takes a few seconds."""
 TUNE = """
 augment: {crop_scale: [0.7, 1.0]}
 optimizer: {name: sgd, lr: 1e-2, head_lr_scale: 5.0, weight_decay: 1e-4, layer_decay: 0.5}
@@ -57,17 +57,15 @@ checkpoint: {every: 6 steps}
 def write_folder(
     path: Path, dataset: Path | None = None, *, spec: AnySpec = MLP, **facts: Any
 ) -> Path:
-    """Weights that know nothing, yet have opinions, of the classes of `dataset` or of three.
-    `facts`: of their card."""
+    """Write random weights for the classes of `dataset`, or for three classes. `facts`: fields of
+    the card."""
     classes = load_manifest(dataset).classes if dataset else ("ant", "bee", "cat")
     model, noise = (
         build_model(spec, num_classes=len(classes), image_size=16, seed=1),
         torch.Generator().manual_seed(0),
     )
     weights = model.state_dict()
-    for (
-        tensor
-    ) in weights.values():  # of a masked matrix also where the mask is 0: nothing may come of it
+    for tensor in weights.values():  # also at zeros of a mask, where weights must have no effect
         if tensor.is_floating_point():
             tensor.add_(0.1 * torch.randn(tensor.shape, generator=noise))
     card = ModelCard(
@@ -88,7 +86,7 @@ def model_of(folder: Path) -> ImageModel:
 
 
 def normalized(checkpoint: Path, dataset: Path) -> tuple[Tensor, np.ndarray]:
-    """(pictures, labels) of the whole validation split, normalized by hand."""
+    """Return (images, labels) of the validation split, normalized by hand."""
     card, reader = (
         Checkpoint.open(checkpoint).card,
         open_split(dataset, load_manifest(dataset), "val"),
@@ -107,7 +105,7 @@ def plain_logits(checkpoint: Path, dataset: Path) -> tuple[Tensor, np.ndarray]:
 
 
 def spoil(patch: Patch, sample: int) -> None:
-    """The picture does not decode from now on."""
+    """Make the image fail to decode."""
     read = ShardReader.read
 
     def failing(self: ShardReader, places: Places, batch_BHWC: Tensor) -> list[Unreadable]:
@@ -120,7 +118,7 @@ def spoil(patch: Patch, sample: int) -> None:
 
 
 def with_data(dataset: Path, changes: dict[str, Any]) -> dict[str, Any]:
-    """The changes, of which those to the section `data` stand in it."""
+    """Return the changes with the settings of `data` in that section."""
     names = ("split", "train_split", "test_split", "image_size")
     data = {"dataset": str(dataset), **changes.get("data", {})} | {
         name: changes[name] for name in names if name in changes
@@ -186,7 +184,7 @@ def opened(settings: FeatureSettings) -> Checkpoint | None:
 
 
 def maker_of(settings: ProbeSettings, *, world: World = ALONE, **changes: Any) -> FeatureMaker:
-    """`changes`: other fields of the backbone."""
+    """Return a feature maker. `changes`: fields of the backbone."""
     manifest = load_manifest(settings.data.directory)
     opening: dict[str, Any] = {
         "channel_stats": settings.channel_stats,
@@ -197,7 +195,7 @@ def maker_of(settings: ProbeSettings, *, world: World = ALONE, **changes: Any) -
 
 
 def blobs(count: int, *, seed: int, spread: float = 3.0) -> Table:
-    """Clusters about the same centers for every seed, on unequal scales."""
+    """Return clusters on unequal scales, with the same centers for every seed."""
     generator = torch.Generator().manual_seed(seed)
     centers = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0)) * spread
     labels = torch.randint(0, CLASSES, (count,), generator=generator)
@@ -220,7 +218,7 @@ def whole(table: Table) -> Tensor:
 
 
 class Largest(TorchDispatchMode):
-    """The size of the largest tensor that is made."""
+    """Record the size of the largest new tensor."""
 
     num_bytes = 0
 

@@ -1,8 +1,7 @@
-"""Writes archives byte for byte in their published layouts, and reads back what `data_prep build`
-made of them.
+"""Write archives byte for byte in their published layouts, and read the results of `data_prep
+build`.
 
-Nothing here uses the package's own readers: records and idx headers are put together from their
-specifications.
+This module does not use the package's readers: records and idx headers follow their specifications.
 """
 
 import gzip
@@ -62,17 +61,17 @@ class _Python2(pickle._Pickler):
 
 
 def python2_pickle(value: Any) -> bytes:
-    """What `cPickle.dump(value, file, 2)` of Python 2.7 wrote: strings are `str`, arrays go through
+    """Return `cPickle.dump(value, file, 2)` of Python 2.7: strings are `str`, and arrays use
     numpy's old module."""
     file = io.BytesIO()
     pickler = _Python2(file, 2)
-    pickler.memo[-1] = (0, None)  # its numbers begin with 1 there
+    pickler.memo[-1] = (0, None)  # Python 2 numbers its memo from 1
     pickler.dump(value)
     return file.getvalue().replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n")
 
 
 def build(kind: str, out: Path, *overrides: str) -> int:
-    """The exit code of the real command."""
+    """Run the real `build`. Return its exit code."""
     return main(["build", "--source", kind, "--out", str(out), "num_workers=1", *overrides])
 
 
@@ -82,7 +81,7 @@ class Written(NamedTuple):
 
 
 def written(out: Path, split: str) -> dict[str, Written]:
-    """The samples of a split, by the place in the source that they came from."""
+    """Return the samples of a split by their path in the source."""
     found = {}
     for shard in load_manifest(out).splits[split].shards:
         content = (out / shard.file).read_bytes()
@@ -97,7 +96,7 @@ WORK = TemporaryDirectory()
 
 
 def opened(kind: str, path: Path, **fields: object) -> Source:
-    """Without its published sums, unless asked for."""
+    """Return an open source, by default without checking published checksums."""
     words = (
         {"kind": kind, "path": str(path)}
         | ({} if kind in ("tinyimagenet", "imagenet21k") else {"md5": "off"})
@@ -110,7 +109,7 @@ def opened(kind: str, path: Path, **fields: object) -> Source:
 
 
 def listed(source: Source) -> list[Entry]:
-    """Every input of a source, in order, without a build."""
+    """Return all inputs of a source in order, without a build."""
     outline: Outline = source.outline()
     found = []
     for container in sorted(outline.containers):
@@ -126,8 +125,8 @@ def listed(source: Source) -> list[Entry]:
 
 
 def mutants(data: bytes, *, count: int, seed: int) -> Iterable[bytes]:
-    """Copies of `data` with flipped, doubled, removed or overwritten bytes, or cut short; more of
-    them under `make soak`."""
+    """Yield copies of `data` with flipped, doubled, removed or overwritten bytes, or truncated.
+    `make soak` yields more."""
     numbers = random.Random(seed + FIRST)
     for _ in range(count * FACTOR):
         mutant = bytearray(data)
@@ -153,8 +152,8 @@ def mutants(data: bytes, *, count: int, seed: int) -> Iterable[bytes]:
 
 
 def survey(open_source: Callable[[], Source]) -> tuple[int, str]:
-    """How many inputs a possibly damaged archive still gives, or what it is refused for; anything
-    else is a failure."""
+    """Return the number of readable inputs of a possibly damaged archive, or its SourceError. Other
+    errors fail."""
     try:
         source = open_source()
         entries = listed(source)
@@ -173,7 +172,7 @@ def survey(open_source: Callable[[], Source]) -> tuple[int, str]:
 # ---- ImageNet
 
 SYNSETS = ("n01440764", "n01443537", "n02119789")
-"""Synsets of these tests; the first two are real classes of ImageNet-1k, too."""
+"""Synsets of these tests. The first two are also classes of ImageNet-1k."""
 
 
 def jpeg(seed: int) -> bytes:
@@ -181,7 +180,8 @@ def jpeg(seed: int) -> bytes:
 
 
 def synset_files(wnid: str, count: int) -> dict[str, bytes]:
-    """The files of a synset as ImageNet names them; numbers are not consecutive there, either."""
+    """Return the files of a synset with ImageNet's names, whose numbers have gaps as in
+    ImageNet."""
     return {
         f"{wnid}_{7 * number + 3}.JPEG": jpeg(int(wnid[1:]) + number) for number in range(count)
     }
@@ -202,7 +202,7 @@ def synset_tars(root: Path, counts: dict[str, int]) -> Path:
 def whole_tar(
     path: Path, counts: dict[str, int], *, prefix: str = "", ending: str = ".tar"
 ) -> Path:
-    """A tar of synset tars, in no particular order."""
+    """Write a tar of synset tars in reverse order."""
     inner = {
         f"{prefix}{wnid}{ending}": tar_of(synset_files(wnid, counts[wnid]))
         for wnid in reversed(list(counts))
@@ -214,8 +214,8 @@ def whole_tar(
 def devkit_files(
     numbers: dict[int, str], truth: list[int], *, parents: int = 2
 ) -> dict[str, bytes]:
-    """meta.mat with the classes in any order and their ancestors, as in the real one, and the
-    ground truth."""
+    """Return meta.mat and the ground truth. The classes are in any order, with ancestors, as in the
+    real file."""
     fields = (
         "ILSVRC2012_ID",
         "WNID",

@@ -1,4 +1,4 @@
-"""Small archives, byte by byte in their published layouts, and the samples that they hold."""
+"""Small archives in their published layouts, and the samples in them."""
 
 import gzip
 import io
@@ -23,7 +23,7 @@ from tests.data_prep.sources.layouts import (
 )
 
 Samples = dict[str, dict[str, tuple[bytes, int]]]
-"""Split -> path in the source -> (bytes that are kept, label)."""
+"""Split -> path in the source -> (stored bytes, label)."""
 
 
 class Layout(NamedTuple):
@@ -31,13 +31,13 @@ class Layout(NamedTuple):
     files: dict[str, bytes]
     folder: str
     archive: str
-    """Name of the packed form; "" if there is none."""
+    """Name of the archive; "" if the dataset is published as files."""
     classes: tuple[str, ...]
     samples: Samples
     options: dict[str, Any]
 
     def place(self, root: Path, *, packed: bool, **changes: bytes | None) -> Path:
-        """Write the folder, or the archive, with other files or without them."""
+        """Write the folder or the archive. `changes` replaces files; None removes a file."""
         given = {f"{self.folder}/{name}": data for name, data in (self.files | changes).items()}
         files = {name: data for name, data in given.items() if data is not None}
         if not packed:
@@ -50,7 +50,7 @@ class Layout(NamedTuple):
 
 
 def zip_of(files: dict[str, bytes]) -> bytes:
-    """Write entries for some folders, as some programs write none and others all."""
+    """Return a zip with entries for half of the folders: some programs write none, others all."""
     buffer = io.BytesIO()
     folders = {f"{name[:at]}/" for name in files for at, sign in enumerate(name) if sign == "/"}
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -63,7 +63,7 @@ def zip_of(files: dict[str, bytes]) -> bytes:
 
 
 def _records(images: dict[str, Pixels], labels: dict[str, list[int]]) -> Samples:
-    """Samples of batches of CIFAR."""
+    """Return the samples of CIFAR batches."""
     found: Samples = {"train": {}, "test": {}}
     for name, batch in images.items():
         for row, image in enumerate(batch):
@@ -77,7 +77,7 @@ def _records(images: dict[str, Pixels], labels: dict[str, list[int]]) -> Samples
 TEN = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 BATCHES = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
 NUM = 4
-"""Records in each file here; 10,000 and more as published."""
+"""Records in each file of these tests; the published files have 10,000 or more."""
 TEN_PIXELS = {name: pixels(NUM, 3, 32, 32, seed=seed) for seed, name in enumerate(BATCHES)}
 TEN_LABELS = {
     name: [(3 * number + row) % 10 for row in range(NUM)] for number, name in enumerate(BATCHES)
@@ -194,7 +194,7 @@ FOLDS = [[fold, (fold + 5) % 12] for fold in range(10)]
 
 
 def by_columns(image: Pixels) -> bytes:
-    """Red, green, blue; the columns of each from left to right; the rows from top to bottom."""
+    """Return the bytes in the order color, column, row."""
     columns = ((column, color) for color in range(3) for column in range(image.shape[1]))
     return b"".join(image[:, column, color].tobytes() for column, color in columns)
 
@@ -282,7 +282,7 @@ FORMS = [
 
 
 def pickled(protocol: int, **fields: object) -> bytes:
-    """A batch as later Pythons pickle it."""
+    """Return a CIFAR batch pickled by Python 3."""
     rows = np.asfortranarray(TEN_PIXELS["data_batch_1"].reshape(NUM, 3072))
     more = {"long": 1 << 70, "float": 0.5, "é": (None, True)}
     known = {"labels": TEN_LABELS["data_batch_1"], "data": rows}

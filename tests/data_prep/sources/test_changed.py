@@ -1,5 +1,5 @@
-"""A file of any source that changes before the last shard is written ends the build, even if it has
-been read: what was written may be a mixture.
+"""A source file that changes before the last shard is written ends the build, even if it has been
+read. The shards might mix both versions.
 """
 
 import os
@@ -76,7 +76,7 @@ class BuildWhile(Protocol):
 
 @pytest.fixture
 def build_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuildWhile:
-    """The exit code of a build whose source is altered when its last shard is written."""
+    """Return a function that builds, and alters the source when the last shard is written."""
 
     def run(name: str, alter: Callable[[Path], Any], *more: str) -> int:
         (kind, make, _), real = CASES[name], building.write_shards

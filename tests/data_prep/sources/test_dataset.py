@@ -1,5 +1,5 @@
-"""Dataset objects become datasets without loss, whatever form their pictures have; and what they do
-wrong is one line."""
+"""Dataset objects become datasets without loss, whatever type their images have. Their mistakes are
+one-line errors."""
 
 import io
 import json
@@ -41,7 +41,7 @@ class Pictures:
 
 
 class Bare:
-    """Nothing but len() and [i]; `make` says what an item is."""
+    """A dataset with only len() and [i]. `make` returns an item."""
 
     def __init__(self, size: int, make: Make):
         self.arrays, self.make = pixels(size, 20, 24, 3), make
@@ -92,7 +92,7 @@ def failing() -> None:
     raise RuntimeError("Dataset not found.\nUse download=True")
 
 
-# ---- what they become
+# ---- their contents
 
 
 def source_of(factory: str, splits: dict[str, dict[str, Any]], **fields: object) -> DatasetSource:

@@ -1,5 +1,4 @@
-"""Splits without copies: equal files are in one split, and copies that only look equal are
-counted."""
+"""Splits without copies: equal files are in one split, and near-copies are reported."""
 
 import os
 import shutil

@@ -1,5 +1,4 @@
-"""ImageNet-1k in every form in which it lies about gives the same labels; ReaL labels follow their
-pictures."""
+"""Every published form of ImageNet-1k gives the same labels. ReaL labels follow their images."""
 
 import json
 import shutil
@@ -27,12 +26,12 @@ NUMBERS = {1: SYNSETS[2], 2: SYNSETS[0], 3: SYNSETS[1]}
 """The devkit's numbers are not in the order of the wnids."""
 TRUTH = [3, 1, 2, 2, 1]
 WANTED = [1, 2, 0, 0, 2]
-"""The places of the sorted wnids that TRUTH means."""
+"""TRUTH as places in the sorted wnids."""
 COUNTS = dict.fromkeys(SYNSETS, 4)
 
 
 def downloaded(root: Path) -> Path:
-    """The three archives as they come."""
+    """Write the three archives as downloaded."""
     whole_tar(root / "ILSVRC2012_img_train.tar", COUNTS)
     (root / "ILSVRC2012_img_val.tar").write_bytes(tar_of(val_files(5)))
     devkit(root, devkit_files(NUMBERS, TRUTH))
@@ -40,7 +39,7 @@ def downloaded(root: Path) -> Path:
 
 
 def unpacked(root: Path) -> Path:
-    """train as folders, val flat, the development kit unpacked."""
+    """Write the train folders, a flat val folder and the unpacked development kit."""
     synset_folders(root / "train", COUNTS)
     write_files(root / "val", val_files(5))
     write_files(root, devkit_files(NUMBERS, TRUTH))
@@ -48,7 +47,8 @@ def unpacked(root: Path) -> Path:
 
 
 def sorted_by_hand(root: Path) -> Path:
-    """What the usual shell script makes: val in synset folders; no development kit needed."""
+    """Write the result of the usual shell script: val in synset folders, without the development
+    kit."""
     synset_tars(root / "train", COUNTS)
     for (name, data), label in zip(val_files(5).items(), WANTED, strict=True):
         write_files(root / "val" / SYNSETS[label], {name: data})
@@ -64,12 +64,12 @@ def build(path: Path, out: Path, *overrides: str) -> int:
 
 
 def samples_of(out: Path, split: str) -> dict[str, tuple[bytes, int]]:
-    """(bytes, label) by file name."""
+    """Return (bytes, label) by file name."""
     return {path.rpartition("/")[2]: sample for path, sample in layouts.written(out, split).items()}
 
 
 def real_labels_of(out: Path) -> dict[int, list[int]]:
-    """Of val, by the numbers of its pictures."""
+    """Return val's ReaL labels by image number."""
     split = load_manifest(out).split("val")
     bits = load_annotation(out, split, "real")
     paths = [path for shard in split.shards for path in load_paths(out, shard)]
@@ -96,7 +96,7 @@ def test_every_form_gives_the_published_pictures_their_labels(tmp_path: Path, fo
 def test_real_labels_follow_their_pictures(tmp_path: Path) -> None:
     (tmp_path / "real.json").write_text("[[5, 7], [], [999], [0], [1, 2, 3]]")
     source = downloaded(tmp_path / "in")
-    # one picture is damaged: its row must vanish from the annotation, too
+    # one image is damaged: its row must disappear from the annotation, too
     data = val_files(5)
     data["ILSVRC2012_val_00000004.JPEG"] = b"no picture"
     (source / "ILSVRC2012_img_val.tar").write_bytes(tar_of(data))
@@ -121,7 +121,8 @@ CUT_META = {"ILSVRC2012_devkit_t12/data/meta.mat": b"MATLAB 5"}
 
 
 def harmed(root: Path, name: str, content: bytes | str | None) -> Path:
-    """The downloaded archives, one of which is another, or gone, or a link to nowhere."""
+    """Write the downloaded archives, but replace or remove one of them, or make it a dangling
+    link."""
     path = downloaded(root) / name
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -243,5 +244,5 @@ def test_real_labels_are_renumbered_with_the_classes_that_are_kept(tmp_path: Pat
     assert (
         build(downloaded(tmp_path / "in"), out, f"source.real={tmp_path / 'real.json'}", kept) == 0
     )
-    # pictures 1, 2 and 5 are of the kept classes 1 and 2, which are now 0 and 1
+    # images 1, 2 and 5 are of the kept classes 1 and 2, now 0 and 1
     assert real_labels_of(out) == {1: [0], 2: [1], 5: [0, 1]}

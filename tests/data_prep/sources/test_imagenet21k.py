@@ -1,5 +1,5 @@
-"""ImageNet-21k in its three forms makes the same samples; the held-out images are a seeded function
-of each class alone."""
+"""All three forms of ImageNet-21k give the same samples. Held-out images depend only on the seed
+and the class."""
 
 import gzip
 import tarfile
@@ -39,7 +39,7 @@ def ridnik(path: Path, out: Path, *overrides: str) -> Manifest:
 
 
 def files_of_split(out: Path, split: str) -> list[str]:
-    """The picture files of a split in the order of its samples, by their own names."""
+    """Return the names of a split's image files in sample order."""
     shards = load_manifest(out).split(split).shards
     return [path.rpartition("/")[2] for shard in shards for path in load_paths(out, shard)]
 
@@ -132,7 +132,7 @@ def test_the_held_out_images_depend_on_seed_and_class_alone(tmp_path: Path) -> N
     assert len(of_first) == 2
     assert set(files_of_split(tmp_path / "one", "val")) == of_first
     assert set(files_of_split(tmp_path / "other", "val")) != of_first
-    assert of_first != set(list(synset_files(SYNSETS[0], 9))[:2])  # not merely the first ones
+    assert of_first != set(list(synset_files(SYNSETS[0], 9))[:2])  # not simply the first files
 
 
 def test_only_the_asked_for_classes_are_listed_and_labeled_anew(tmp_path: Path) -> None:

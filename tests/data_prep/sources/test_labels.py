@@ -1,5 +1,5 @@
-"""A flat folder with a table of labels is the dataset that its folders of classes would be; each
-fault of the table is one line."""
+"""A flat folder with a label table gives the same dataset as folders of classes. Each fault of the
+table is a one-line error."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import build, encoded, picture, write_classes, write_files
 
 NAMES = {f"{number}.jpg": "cat" if number % 2 else "ant" for number in range(10)}
-"""Label by file."""
+"""Label of each file."""
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_table_and_folders_of_classes_hold_the_same_pictures(tmp_path: Path, f
     }
     parquet.write_table(
         pyarrow.table(table), flat / "labels.parquet"
-    )  # no endings, other names, in the folder itself
+    )  # no suffixes, other names, and a table in the folder itself
     given = f"source.labels={flat / 'labels.parquet'}"
     assert build(flat, tmp_path / "two", given, "source.val_fraction=0.4", "order=listed") == 0
     one, two = (load_manifest(tmp_path / name) for name in ("one", "two"))
@@ -73,7 +73,7 @@ def test_the_tables_own_splits_count_and_another_table_is_another_dataset(
         "train": (3, 3),
         "val": (2, 2),
     }
-    csv(table, head="file;label;split", rows=rows[::-1])  # says the same
+    csv(table, head="file;label;split", rows=rows[::-1])  # the same labels
     assert build(flat, tmp_path / "out", f"source.labels={table}", "source.val_fraction=0.5") == 0
     csv(table, head="file;label;split", rows=[row.replace("valid", "test") for row in rows])
     refused(
@@ -161,7 +161,7 @@ def test_a_column_is_named_or_the_table_is(tmp_path: Path, flat: Path, refused: 
 def test_a_tenth_is_held_out_by_default_and_the_build_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from data_prep.cli import main  # not the helper of the tests, which holds nothing out
+    from data_prep.cli import main  # not the tests' helper, which holds out no images
 
     source = write_classes(tmp_path / "source", {"ant": 20, "bee": 2, "cat": 1})
     write_files(

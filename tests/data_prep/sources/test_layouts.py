@@ -1,4 +1,5 @@
-"""Every published layout: each of its forms has the published samples, and each damage is one line."""
+"""Every form of each published layout has the published samples, and each damage is a one-line
+error."""
 
 import gzip
 import hashlib
@@ -160,7 +161,7 @@ def test_an_archive_that_is_cut_altered_or_another_one_is_refused(
     mutants = [data[:length] for length in range(0, len(data) - 1, len(data) // 9)]
     mutants += [data[:-1], b"no archive", zip_of({"a": b""}), gzip.compress(tar_of({"a": b""}))]
     if path.suffix != ".zip":
-        mutants += [data[:-8] + struct.pack("<II", 1, len(data))]  # another checksum
+        mutants += [data[:-8] + struct.pack("<II", 1, len(data))]  # a wrong checksum
         mutants += [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in (len(data) // 2,)]
     for mutant in mutants:
         path.write_bytes(mutant)
@@ -231,7 +232,8 @@ def test_nothing_in_a_pickle_is_ever_run(tmp_path: Path, hostile: str) -> None:
 
 
 def test_pickles_of_all_pythons_are_read(tmp_path: Path) -> None:
-    """Those of Python 2 are written here as the published ones: the bytes of one are known."""
+    """Python 2's pickles are generated as in the published files; the hash of one of these is
+    known."""
     assert hashlib.md5(CIFAR_10.files["batches.meta"]).hexdigest() == CIFAR_FILES["batches.meta"]
     for protocol in range(5):
         path = CIFAR_10.place(tmp_path, packed=False, data_batch_1=pickled(protocol))
@@ -270,7 +272,7 @@ def test_the_sums_of_mnist_are_of_the_content_and_tell_the_variants(
     monkeypatch.setitem(MNIST_FILES, "fashion", sums)
     again = {f"{name}.gz": gzip.compress(data, 1, mtime=9) for name, data in MNIST.files.items()}
     others = write_files(tmp_path / "again", again), MNIST.place(tmp_path, packed=False)
-    for place in (path, *others):  # the same bytes, however they were compressed
+    for place in (path, *others):  # the same bytes in any compression
         source = MNIST.open(place, md5="published", variant="fashion")
         assert source.outline().classes[0] == "T-shirt/top"
         with fails("conflict", "source.variant"):
@@ -375,7 +377,7 @@ def test_a_path_out_of_a_zip_or_twice_is_refused(tmp_path: Path, name: str) -> N
 
 
 def patched(data: bytes, name: str, *, local: int, central: int, value: int) -> bytes:
-    """Change a 16-bit field of both headers of a member."""
+    """Change a 16-bit field of a member's local and central header."""
     changed = bytearray(data)
     first, last = data.index(name.encode()) - 30, data.rindex(name.encode()) - 46
     assert (changed[first : first + 4], changed[last : last + 4]) == (b"PK\3\4", b"PK\1\2")

@@ -1,5 +1,5 @@
-"""Hundreds of damaged archives and files of every published kind: each is read or refused in one
-line, and nothing else ever."""
+"""Hundreds of damaged archives and files of every published kind are read or rejected with one
+line."""
 
 import gzip
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ from tests.data_prep.sources.layouts import mutants, survey
 from tests.data_prep.sources.published import FORMS, LAYOUTS, TINY, pickled
 
 LATER = {f"data_batch_{number}": pickled(protocol) for number, protocol in ((1, 0), (2, 4))}
-"""Batches of CIFAR-10 in the oldest and a new protocol; the others are of Python 2."""
+"""Batches of CIFAR-10 in the oldest and a new protocol; the other batches use Python 2's."""
 SMALL = {name: data[:40] for name, data in TINY.files.items() if name.endswith(".JPEG")}
 
 
 def damaged(data: bytes, *, count: int, seed: int) -> Iterator[bytes]:
-    """Most bytes are pixels: those before and after them matter most."""
+    """Yield damaged copies, most with damage before or after the pixels."""
     yield from mutants(data, count=count, seed=seed)
     yield from (head + data[400:] for head in mutants(data[:400], count=count, seed=seed + 1))
     for length in (22, 200, 2000):
@@ -25,7 +25,7 @@ def damaged(data: bytes, *, count: int, seed: int) -> Iterator[bytes]:
             data[:-length] + tail
             for tail in mutants(data[-length:], count=count // 2, seed=seed + length)
         )
-    if data.startswith(b"\x1f\x8b"):  # with right checksums around them
+    if data.startswith(b"\x1f\x8b"):  # with correct checksums
         plain = gzip.decompress(data)
         yield from (
             gzip.compress(head + plain[1536:], 1)
@@ -43,7 +43,7 @@ def test_a_mutant_is_read_or_refused_in_one_line_and_writes_nothing(
     before, num_read, num_refused = files_of(tmp_path), 0, 0
     files = (
         [path] if packed else sorted(each for each in path.iterdir() if each.is_file())[:4]
-    )  # the others are like these
+    )  # the other batches are similar
     for number, file in enumerate(files):
         original = file.read_bytes()
         for mutant in damaged(original, count=30 if packed else 10, seed=10_000 * number):

@@ -1,5 +1,5 @@
-"""The header walker sees what Python's `tarfile` sees in every valid tar, and says where a tar is
-cut or damaged."""
+"""The header reader agrees with Python's `tarfile` on every valid tar, and reports the place of
+damage."""
 
 import gzip
 import io
@@ -45,7 +45,7 @@ def filled(data: bytes) -> bytes:
 
 
 def pax(*records: bytes) -> bytes:
-    """An extended header of handmade records."""
+    """Return an extended header of the given records."""
     body = b"".join(records)
     return header("pax", len(body), b"x") + filled(body)
 
@@ -120,7 +120,7 @@ def test_a_member_beyond_8_gib_and_what_follows_it_are_found(tmp_path: Path, kin
     head = info.tobuf(FORMATS[kind])
     with open(path, "wb") as file:
         file.write(head)
-        file.seek(num_bytes, io.SEEK_CUR)  # a hole: it takes no room on the disk
+        file.seek(num_bytes, io.SEEK_CUR)  # a hole, which takes no disk space
         file.write(header("small", 3, b"0") + filled(b"abc") + bytes(2 * BLOCK))
     large, small = (
         Member("large", len(head), num_bytes),
@@ -217,14 +217,13 @@ def test_a_global_header_that_says_nothing_of_members_is_passed_over(tmp_path: P
 def test_what_a_header_claims_is_counted_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: bytes
 ) -> None:
-    """Decompressed up to a limit and not a byte further: a pax record, a long name, a file of 32
-    MiB."""
+    """Decompression stops at a limit: for a pax record, a long name, and a file of 32 MiB."""
     path = written(
         tmp_path / "bomb.tar.gz", gzip.compress(header("header", 1 << 25, kind) + bytes(1 << 25), 1)
     )
     assert (
         path.stat().st_size < 1 << 18 and 200_000_000 < gzipped.MAX_BYTES <= 1 << 28
-    )  # above what is published
+    )  # larger than any published file
     monkeypatch.setattr(gzipped, "MAX_BYTES", 1 << 20)
     tracemalloc.start()
     with pytest.raises(

@@ -1,8 +1,6 @@
-"""Hundreds of damaged tars: the walker says TarError, or sees exactly the members that `tarfile`
-sees; nothing else, ever.
+"""For hundreds of damaged tars the reader raises TarError, or finds the same members as `tarfile`.
 
-Half of the damaged headers get a right checksum again, so that the damage reaches what lies behind
-it.
+Half of the damaged headers get a correct checksum, so that the damage reaches the later code.
 """
 
 import random
@@ -35,7 +33,7 @@ VALID = {
     "pax": packed(SHORT | LONG | LONGER, "pax"),
 } | HANDMADE
 FIELDS = [(0, 100), (124, 12), (148, 8), (156, 1), (257, 8), (345, 155)]
-"""Name, size, checksum, type, magic and prefix of a header: where they start, and their lengths."""
+"""Start and length of a header's name, size, checksum, type, magic and prefix."""
 VALUES = [
     b"", b"-1", b"-00000001000", b"\xff" * 12, b"\x80" + b"\xff" * 11, b"\x80" + bytes(10) + b"\x09",
     b"77777777777", b"1_0", b"0x10", b" 12 ", b"12\0 9",
@@ -121,13 +119,13 @@ def test_a_damaged_tar_is_an_error_or_read_as_tarfile_reads_it(
 
 
 def places(found: list[Member]) -> list[tuple[int, int]]:
-    """Not the names: tarfile takes the prefix of a header of any kind, and a long name up to its
-    zero, whatever its size."""
+    """Return places without names: tarfile uses the prefix of any header, and cuts long names at a
+    zero."""
     return [(member.offset, member.num_bytes) for member in found]
 
 
 def tarfile_stops_before(content: bytes, member: Member) -> bool:
-    """Whether tarfile takes a wrong owner, mode or time for the end of the archive."""
+    """True if tarfile takes a wrong owner, mode or time for the end of the archive."""
     try:
         tarfile.TarInfo.frombuf(
             content[member.offset - BLOCK : member.offset], "utf-8", "surrogateescape"
