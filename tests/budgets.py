@@ -34,8 +34,8 @@ def num_characters(text: str) -> int:
 
 
 def package_size(package: str) -> int:
-    """Return the non-whitespace characters of the package's Python files. benchmarks/.venv is not
-    of the package."""
+    """Return the non-whitespace characters of the package's Python files, without
+    benchmarks/.venv."""
     folder = REPOSITORY / package
     paths = [path.relative_to(folder) for path in folder.rglob("*.py")]
     ours = [path for path in paths if not path.parts[0].startswith(".")]

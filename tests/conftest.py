@@ -1,21 +1,21 @@
-"""Shared fixtures: one tiny synthetic dataset of each class set, packed once per session by the
-real command."""
+"""Shared fixtures: a tiny synthetic dataset of each class set, built once per session by the real
+command."""
 
 import os
 import sys
 
 if "cuda" not in sys.argv:  # pytest -m cuda
     os.environ["CUDA_VISIBLE_DEVICES"] = (
-        ""  # the ranks of a test are more than the GPUs of most machines: tests run on the CPU
+        ""  # tests have more ranks than most machines have GPUs: run on the CPU
     )
 
-# Four processes of tests, which often wait, share two cores: threads that spin while they wait
-# would take a third of both.
+# Four test processes, which often wait, share two cores: spinning threads would take a third of
+# both.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault(
     "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false"
-)  # which asks of buckets what the emulator does not know
+)  # it requests information that the emulator does not have
 
 import signal
 import subprocess
@@ -39,7 +39,8 @@ from pretrain.data.torch_dataset import Shards
 from tests import forked, soak
 
 REPOSITORY = Path(__file__).parent.parent
-progress.SILENT_S = 3600.0  # in this process: a busy machine adds no line to what a test expects
+# in this process: a busy machine prints no progress into the expected output
+progress.SILENT_S = 3600.0
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 Patch, Capture = pytest.MonkeyPatch, pytest.CaptureFixture[str]
@@ -53,8 +54,8 @@ MARKS_OF_LONG_TESTS = {"processes", "slow", "nightly", "soak", "stores", "benchm
 
 
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """The processes of xdist are forks of the first, which has imported all test modules: that
-    takes twenty seconds."""
+    """Fork xdist's processes from this process after importing all test modules, which takes 20
+    seconds."""
     if "not processes" not in config.option.markexpr:  # `make check` starts none
         forked.share()
     with catch_warnings_for_item(config, config.hook, "collect", None, record=False):
@@ -64,13 +65,13 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
             for path in Path(__file__).parent.rglob("test_*.py")
             if {path, *path.parents} & {*asked}
         ):
-            with suppress(Exception):  # each of them collects, and reports it
+            with suppress(Exception):  # each process collects and reports the error
                 import_module(".".join(path.relative_to(REPOSITORY).with_suffix("").parts))
     forked.fork_workers(len(specs))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests come first, or one process would be left alone with them at the end."""
+    """Run slow tests first: otherwise one process would run them last while the others are idle."""
     items.sort(
         key=lambda item: next(
             (place for place, name in enumerate(FIRST) if item.nodeid.startswith(name)), len(FIRST)
@@ -110,7 +111,8 @@ def _start(process: BaseProcess, start: Callable[[BaseProcess], None] = BaseProc
     start(process)
 
 
-# A shell's background ignores Ctrl-C, and nohup SIGHUP; what the tests start has to heed both.
+# A shell's background job ignores Ctrl-C, and nohup ignores SIGHUP, but the tests' processes must
+# handle both.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -121,9 +123,8 @@ BaseProcess.start = _start  # type: ignore[method-assign]
 
 @pytest.fixture(autouse=True)
 def no_rank_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that fails half-way leaves nothing running, and one that starts processes has the
-    mark. And a command that a test calls in this process makes it a world of one, and takes its
-    signals; what the next test starts must not inherit that.
+    """Leave no process after a failed test, check the mark of tests that start processes, and
+    restore the environment and signal handlers that a command in this process changes.
     """
     names = (
         "RANK",
@@ -140,7 +141,7 @@ def no_rank_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
     }
     yield
-    if training := sys.modules.get(f"{__package__}.training"):  # which imports torch
+    if training := sys.modules.get(f"{__package__}.training"):  # imports torch
         training.end_commands()
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -164,7 +165,7 @@ def benchmarks(monkeypatch: Patch) -> None:
 
 @pytest.fixture(scope="session")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """8 classes, 30 + 9 pictures each, 16 px raw, in shards of 64."""
+    """8 classes with 30 train and 9 val images each, 16 px raw, in shards of 64."""
     return _build(
         tmp_path_factory, "a", "num_classes=8", "num_train_per_class=30", "num_val_per_class=9"
     )
@@ -172,7 +173,8 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def other_shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """5 classes of the other set, 12 + 7 pictures each: sizes that divide by nothing."""
+    """5 classes of the other set with 12 train and 7 val images each: sizes without common
+    divisors."""
     return _build(
         tmp_path_factory, "b", "num_classes=5", "num_train_per_class=12", "num_val_per_class=7"
     )
@@ -180,8 +182,8 @@ def other_shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def unequal(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Images of `shapes` with its classes: 9 of the first in val and 2 of each other; next to the
-    folder `images`."""
+    """Images of `shapes`: in val 9 of the first class, 2 of each other class. The source is next to
+    it in `images`."""
     place, classes, kept = (
         tmp_path_factory.mktemp("unequal"),
         load_manifest(shapes).classes,
@@ -212,7 +214,7 @@ def _build(factory: pytest.TempPathFactory, class_set: str, *source: str) -> Pat
 
 @pytest.fixture
 def command(tmp_path: Path) -> Command:
-    """Runs one of our commands in a process of its own, in an empty directory."""
+    """Return a function that runs one of our commands in its own process, in an empty directory."""
 
     def run(
         *words: str, timeout_s: float = 300, **environment: str

@@ -1,10 +1,9 @@
-"""Processes that begin with torch and deepspeed imported: forked from one server, which saves each
+"""Processes that start with torch and deepspeed imported: forks of one server, which saves each
 rank of a test eight seconds.
 
-xdist's processes are forks, too, of its first (`fork_workers`), and share its server, which has no
-thread when it forks. A child has a process group of its own, the environment and the streams that
-it is given, and runs a function of a module, by name: `pretrain.cli:main`, or a case of
-tests/ranks.py.
+xdist's processes are forks of its first process (`fork_workers`), and share the server, which has
+no threads when it forks. A child has its own process group, and the given environment and streams.
+It runs a function by name: `pretrain.cli:main`, or a case of tests/ranks.py.
 """
 
 import gc
@@ -27,21 +26,20 @@ PRELOADED = [
     "pretrain.engine.deepspeed",
     "pretrain.loop.train",
     "safetensors.torch",
-    "torch._dynamo.aot_compile",  # of torch's own optimizers
+    "torch._dynamo.aot_compile",  # used by torch's optimizers
     "tests.preloaded",
     "pytest",
 ]
-"""What a training imports, what its first step would import besides, and what the module of a test
-imports."""
+"""Modules that training, its first step and test modules import."""
 _SERVER = forkserver.ForkServer()
 _SERVER.set_forkserver_preload(PRELOADED)
-"""Not the one of multiprocessing: that has imported what the first who used it asked for, such as
-the workers of data_prep."""
+"""A separate server: the server of multiprocessing has the imports of its first user, for example
+data_prep's workers."""
 
 
 def share() -> None:
-    """Start the server for this process and its forks. The server imports the tests also if the
-    working directory is another folder."""
+    """Start the server for this process and its forks. It can import the tests from any working
+    directory."""
     repository = str(Path(__file__).parent.parent)
     with patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=repository):
         _SERVER.ensure_running()
@@ -51,11 +49,9 @@ def share() -> None:
 def begin(
     target: str, *arguments: Any, environment: Mapping[str, str], output: Path
 ) -> ForkServerProcess:
-    """`target` is MODULE:FUNCTION; what the function returns is the exit code."""
+    """Start `target`, MODULE:FUNCTION, in a fork. The function returns the exit code."""
     words = (target, arguments, dict(environment), str(output), str(Path.cwd()))
-    process = ForkServerProcess(
-        target=_run, args=words, daemon=True
-    )  # a test that fails must not leave it behind
+    process = ForkServerProcess(target=_run, args=words, daemon=True)  # ends with a failed test
     share()
     with patch.object(forkserver, "connect_to_new_process", _SERVER.connect_to_new_process):
         process.start()
@@ -63,8 +59,8 @@ def begin(
 
 
 class Worker(gateway_io.Popen2IOMaster):
-    """A process of xdist's, for execnet: a fork of this one. In the place of one that crashed a
-    Python is started, as usual."""
+    """An xdist process for execnet: a fork of this process. A crashed one is replaced by a new
+    Python as usual."""
 
     FORKED: ClassVar[list[tuple[int, IO[bytes], IO[bytes]]]] = []
 
@@ -78,9 +74,9 @@ class Worker(gateway_io.Popen2IOMaster):
 
 
 def fork_workers(count: int) -> None:
-    """All at once, before this process has a thread."""
+    """Fork all workers at once, before this process has threads."""
     gateway_io.Popen2IOMaster = Worker  # type: ignore[misc]
-    gc.freeze()  # what is there is neither looked through again, nor copied for that
+    gc.freeze()  # existing objects are neither searched for garbage nor copied
     for _ in range(count):
         (stdin, to_worker), (from_worker, stdout) = os.pipe(), os.pipe()
         pid = os.fork()
@@ -125,7 +121,7 @@ def _run(
 
 
 def environments(num_ranks: int, **more: str) -> list[dict[str, str]]:
-    """What a launcher gives to each of so many local ranks."""
+    """Return the environment of each of `num_ranks` local ranks, as from a launcher."""
     from pretrain.ranks.world import free_port
 
     shared = dict(os.environ) | {
@@ -140,8 +136,8 @@ def environments(num_ranks: int, **more: str) -> list[dict[str, str]]:
 def wait(
     processes: Iterable[ForkServerProcess], *, timeout_s: float, grace_s: float = 20
 ) -> list[int | None]:
-    """Exit codes; None for one that had to be killed: at the time limit, or `grace_s` after another
-    had failed."""
+    """Return the exit codes. None: killed at the time limit, or `grace_s` after another process
+    failed."""
     processes, deadline_s = list(processes), time.monotonic() + timeout_s
     while any(process.exitcode is None for process in processes) and time.monotonic() < deadline_s:
         if any(process.exitcode for process in processes):

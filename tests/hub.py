@@ -1,5 +1,5 @@
 """A Hugging Face hub in memory, on loopback, for the real client: repositories with branches and
-commits. Private repositories need the token."""
+commits. Private repositories require the token."""
 
 import base64
 import hashlib
@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_of_the_tests"
 LARGE = 20_000
-"""Bytes from which on a file is sent by LFS."""
+"""Minimum bytes of a file that is sent by LFS."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Hub:
     """Method and path of each request."""
     cut_after: int = 0
     num_cuts: int = 0
-    """So many times the connection breaks off after `cut_after` bytes of a file."""
+    """Remaining downloads that break off after `cut_after` bytes."""
     url: str = ""
 
     def put(

@@ -1,10 +1,10 @@
-"""The language rules of our texts that a program can check: `make lint` runs it.
+"""Check the language rules of our texts that a program can check: `make lint` runs it.
 
     python -m tests.language          fails if a package has more violations than its ceiling
     python -m tests.language PATH...  prints the violations of files or folders
 
-Texts are docstrings, comments, help texts, messages (string constants with a space and a verb's
-length) and Markdown outside code. After fixing violations, lower the ceilings.
+Texts are docstrings, comments, help texts, messages (string constants of at least four words) and
+Markdown outside code. After fixing violations, lower the ceilings.
 """
 
 import ast

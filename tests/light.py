@@ -1,7 +1,7 @@
-"""A process that has imported our programs and nothing heavy: each command runs in a fork of it, so
-that what it costs, and what it imports, is its own.
+"""A process that has imported our programs without heavy libraries. Each command runs in a fork, so
+its time and its imports are its own.
 
-Asked by lines of JSON on its stdin (the folder, then the words); answers with a line of JSON each.
+Its stdin has lines of JSON (the folder, then the words). It prints a line of JSON for each.
 """
 
 import json
@@ -27,10 +27,10 @@ HEAVY = [
 class Answer(NamedTuple):
     code: int
     said: str
-    """On both streams."""
+    """Output of both streams."""
     cpu_s: float
     heavy: list[str]
-    """What it has imported that takes long."""
+    """Slow libraries that the command imported."""
 
 
 class Light:

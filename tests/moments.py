@@ -1,10 +1,11 @@
-"""Moments at which a test waits or strikes, told by what a process has done and never by a clock,
-however slow the machine is.
+"""Moments at which a test waits or sends a signal. They depend on a process's actions, not on a
+clock, so slow machines do not matter.
 
-A moment is an operation on a directory or what is below it, or a mark of training's progress. A
-process counts its own, and strikes itself:
+A moment is an operation on a directory or its contents, or a mark of training's progress. Each
+process counts its own moments, and signals itself:
 
-    STRIKE=JSON python -m tests.moments PROGRAM WORDS...     `PROGRAM WORDS`, of which each process, also of its pools, counts
+    STRIKE=JSON python -m tests.moments PROGRAM WORDS...     runs `PROGRAM WORDS`; each process,
+    also of its pools, counts
 """
 
 import importlib
@@ -41,8 +42,7 @@ def wait_until(
     lives: Callable[[], bool] = lambda: True,
     timeout_s: float = 150,
 ) -> None:
-    """Waits for a condition, for as long as those who are to bring it about live; the limit is for
-    what hangs."""
+    """Wait for a condition while `lives()` is true. `timeout_s` ends a hang."""
     end_s = time.monotonic() + timeout_s
     while not condition():
         assert lives(), f"ended before: {_source(condition)}"
@@ -60,8 +60,8 @@ def _source(condition: Callable[[], bool]) -> str:
 
 @dataclass(frozen=True)
 class Strike:
-    """A signal to oneself: at this moment (from 1 on) of those since training has come to this
-    step, or this stage."""
+    """A signal that a process sends at the n-th `moment` (from 1) after training has reached this
+    step or stage."""
 
     folder: Path
     moment: int
@@ -69,7 +69,7 @@ class Strike:
     stage: str = ""
     signal: int = signal.SIGKILL
     target: Literal["self", "group", "main"] = "self"
-    """Also the whole process group, or the process by which it was begun."""
+    """Receiver of the signal: this process, its process group, or the first process."""
 
     def arm(self) -> None:
         moments, has_come, mark = itertools.count(1), not (self.step or self.stage), PROGRESS.mark
@@ -103,7 +103,7 @@ class Strike:
         return {"STRIKE": json.dumps(asdict(self) | {"folder": str(self.folder)})}
 
 
-if __name__ in ("__main__", "__mp_main__"):  # the latter is how a worker of a pool knows it
+if __name__ in ("__main__", "__mp_main__"):  # a pool's worker has the second name
     _facts = json.loads(os.environ["STRIKE"])
     Strike(**_facts | {"folder": Path(_facts["folder"])}).arm()
 

@@ -42,8 +42,8 @@ DATASETS = {
     "imagenet21k-64-n25": (IN21K // 4, 11_230, 64),
     "imagenet21k-64-n12": (IN21K // 8, 11_230, 64),
 }
-"""Images of an epoch, classes, and side of the model's input. ImageNet-21k is fall11 as *Scaling
-MLPs* processed it."""
+"""Images per epoch, number of classes, and side of the model's input in pixels. ImageNet-21k is
+fall11 as *Scaling MLPs* processed it."""
 
 
 def trained(plan: Plan) -> list[PretrainSettings]:

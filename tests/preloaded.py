@@ -1,4 +1,4 @@
-"""What every training imports or loads up to its first step, done once in the server that forks the
+"""Imports and compiled code of every training's first step, loaded once in the server that forks
 ranks (see forked.py)."""
 
 import deepspeed.comm.mori
@@ -10,7 +10,7 @@ from pretrain.augment.crops import whole_boxes
 from pretrain.augment.on_cpu import crop
 from pretrain.optim.lion import in_one_pass
 
-# what numba has compiled, read from its files
+# code that numba has compiled, from its cache
 crop(torch.zeros(1, 8, 8, 3, dtype=torch.uint8), whole_boxes(1, 8), size=4)
 in_one_pass(
     *[[torch.zeros(8)] for _ in range(3)], {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0}

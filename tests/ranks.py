@@ -1,9 +1,7 @@
-"""The distributed-test helper: runs a function of the tests on N gloo ranks and fails fast when one
-of them dies.
+"""Run a test function on N gloo ranks, and fail fast if a rank dies.
 
 A case is a module-level function `case(world, *arguments) -> JSON value`; `run_ranks` returns one
-value per rank. Ranks are forked (see forked.py), so a case must not mind that torch and deepspeed
-are imported already.
+value per rank. Ranks are forks (see forked.py) with torch and deepspeed imported.
 """
 
 import importlib
@@ -21,7 +19,7 @@ REPOSITORY = Path(__file__).parent.parent
 
 
 def run_ranks(case: Callable[..., Any], *arguments: Any, num_ranks: int) -> list[Any]:
-    """What each rank returned, in rank order."""
+    """Return each rank's result, in rank order."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         words = (f"{case.__module__}:{case.__name__}", json.dumps(arguments), place)

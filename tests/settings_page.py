@@ -78,7 +78,7 @@ def _link(title: str) -> str:
 
 
 def _examples(verb: argparse.ArgumentParser) -> list[str]:
-    """Return the command lines of its help."""
+    """Return the command lines in the help."""
     return [line.strip() for line in (verb.epilog or "").splitlines() if line.startswith("  ")]
 
 

@@ -1,9 +1,9 @@
-"""How long the random tests go on: `make soak` draws SOAK seeds for each, from SOAK_SEED on;
-elsewhere each has its usual one.
+"""Seeds of the random tests. `make soak` runs SOAK seeds from SOAK_SEED on; otherwise each test has
+its usual seeds.
 
-A seed stands in the name of its test. To repeat one that failed: SOAK=1 SOAK_SEED=THAT
-.venv/bin/python -m pytest TEST. Tests of damaged archives have no seed in their names: they make
-SOAK times as many mutants from SOAK_SEED, which pytest prints first.
+The seed is in the test's name. To repeat a failed seed: SOAK=1 SOAK_SEED=SEED .venv/bin/python -m
+pytest TEST. Tests of damaged archives have no seed in their names: they make SOAK times as many
+mutants from SOAK_SEED, which pytest prints first.
 """
 
 import os
@@ -16,7 +16,7 @@ FACTOR, FIRST = int(os.environ.get("SOAK", "1")), int(os.environ.get("SOAK_SEED"
 
 
 def soaked(test: Callable[..., Any], *, usual: int = 1) -> Any:
-    """The test has a parameter `salt`: 0 stands for its usual seed, and what is below `usual` for
-    so many of them."""
+    """Parametrize a test with `salt`, its seed: the seeds of `make soak`, otherwise `usual`
+    seeds."""
     number = FACTOR if "SOAK" in os.environ else usual
     return pytest.mark.soak(pytest.mark.parametrize("salt", range(FIRST, FIRST + number))(test))

@@ -1,8 +1,8 @@
-"""Object stores that tests start for themselves (moto's s3, gcp-storage-emulator, azurite), each
-behind a proxy that makes faults.
+"""Object stores that tests start (moto's s3, gcp-storage-emulator, azurite), each behind a proxy
+that makes faults.
 
-s3 runs in `make test`, the others, and what takes long, in `make stores` (the marker `stores`).
-Where a server cannot be had its tests skip and say so, except under REQUIRE_STORES=1.
+s3 runs in `make test`; the others, and slow tests, run in `make stores` (the marker `stores`).
+Tests without a server skip with a reason, except under REQUIRE_STORES=1.
 """
 
 import json
@@ -32,16 +32,16 @@ AZURITE = (
 )
 SECRET = "c2VjcmV0LXdvcmQ="
 Match = Callable[[str, str], bool]
-"""Of the method and the address of a request."""
+"""Match a request's method and address."""
 
 
 @dataclass
 class Fault:
-    """What happens to the next `count` requests that `match`.
+    """A fault of the next `count` requests that `match`.
 
-    A number: that status is the answer. cut: the connection ends before the server learns of it.
-    lost: it ends after the server has done it. wrong: a byte of what is sent (or read) is another.
-    stall: no answer until the gate opens.
+    A number: the status of the reply. cut: the connection ends before the server gets the
+    request. lost: it ends after the server has acted. wrong: a byte of the content changes.
+    stall: no reply until the gate opens.
     """
 
     kind: int | str
@@ -165,8 +165,7 @@ def proxy_of(store: Store, host: str, port: int) -> ThreadingHTTPServer:
 
 
 def another(data: bytes) -> bytes:
-    """With one byte in the middle changed; of what comes with a frame around it the frame is
-    short."""
+    """Return the data with a changed byte in the middle."""
     middle = len(data) // 2
     return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
 
@@ -215,7 +214,8 @@ def _az(folder: Path) -> Iterator[tuple[str, Callable[[str], dict[str, Any]]]]:
     try:
         if not any("successfully listens" in line for line in server.stdout):
             no_server("azurite does not start")
-        reader = threading.Thread(target=server.stdout.read, daemon=True)  # or its pipe fills
+        # otherwise its pipe fills up
+        reader = threading.Thread(target=server.stdout.read, daemon=True)
         reader.start()
 
         def storage(address: str) -> dict[str, Any]:
@@ -243,7 +243,7 @@ EACH = [
     pytest.param("s3"),
     *(pytest.param(name, marks=pytest.mark.stores) for name in ("gs", "az")),
 ]
-"""For `pytest.mark.parametrize("store", EACH, indirect=True)`, of a fixture that calls
+"""Arguments of `pytest.mark.parametrize("store", EACH, indirect=True)` for a fixture that calls
 `started`."""
 
 
@@ -255,7 +255,7 @@ def no_server(why: str) -> None:
 
 @contextmanager
 def started(scheme: str, folder: Path) -> Iterator[Store]:
-    """An empty store with the bucket `pictures`, and nobody's credentials but its own."""
+    """Start an empty store with the bucket `pictures`, and only its own credentials."""
     with ExitStack() as stack:
         address, storage = stack.enter_context(SERVERS[scheme](folder))
         host, port = address.removeprefix("http://").split(":")

@@ -1,5 +1,5 @@
-"""Every benchmark runs at its smallest size, with all its peers. The figures of such a run mean
-nothing and are not read."""
+"""Every benchmark runs at its smallest size with all its comparisons. The resulting numbers are not
+checked."""
 
 import os
 import re
@@ -31,7 +31,7 @@ DRY_RUNS = {
     "transfer_tune": ["--dry-run"],
 }
 ELSEWHERE = {"fashion", "findings", "gpu_profile", "images", "ours", "peers", "stores_link"}
-"""Tables that tests in tests/configs check, commands of benchmarks/gpu.py, and processes that
+"""Tables that tests in tests/configs check, commands of benchmarks/gpu.py, and programs that
 benchmarks start."""
 
 

@@ -1,5 +1,5 @@
-"""A console that cannot be written decides over no work: a full disk, a pipe without a reader,
-closed descriptors."""
+"""An unwritable console (a full disk, a pipe without a reader, closed descriptors) stops no
+work."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ COMMANDS = {
     "models": "pretrain models",
 }
 WRITES = {"train": "result.json", "train alone": "result.json", "build": "manifest.json"}
-"""The file that a command writes last."""
+"""Last file that a command writes."""
 
 
 @contextmanager
@@ -61,8 +61,7 @@ def console(kind: str) -> Iterator[dict[str, Any]]:
 def test_a_command_ends_as_with_any_console(
     command: str, kind: str, code: int, shapes: Path, tmp_path: Path
 ) -> None:
-    """Only a command that a person started, and whose output a full disk lost, has failed; it has
-    done its work all the same."""
+    """Only interactive commands whose output a full disk lost fail, after finishing their work."""
     words = (
         COMMANDS[command]
         .format(config=write_config(tmp_path, dataset=shapes), out=tmp_path / "out")

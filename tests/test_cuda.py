@@ -95,7 +95,7 @@ def test_pictures(name: str) -> None:
     batch = stored(32 if fed_px > 100 else 128, stored_px)
     gpu = augmentation(settings, DEVICE, size=fed_px).prepare(batch)
     cpu = augmentation(settings, CPU, size=fed_px).prepare(batch)
-    # 0.02: a product is rounded in another order before a color becomes a whole number
+    # 0.02: another order of rounding before a color becomes an integer
     torch.testing.assert_close(gpu.images_BCHW.cpu(), cpu.images_BCHW, atol=0.02, rtol=0)
     assert torch.equal(gpu.labels_B.cpu(), cpu.labels_B)
     if cpu.weight_B is not None and gpu.weight_B is not None:
@@ -138,7 +138,7 @@ def test_ten_updates(name: Any) -> None:
 def test_lion_updates_a_shard_and_skips_a_step_whose_norm_is_not_finite() -> None:
     def updated(device: torch.device) -> Tensor:
         generator = torch.Generator().manual_seed(0)
-        shard = torch.randn(100_003, generator=generator).to(device)  # the last 3: padding
+        shard = torch.randn(100_003, generator=generator).to(device)  # the last 3 are padding
         rounded = torch.zeros(100_003, dtype=torch.bfloat16, device=device)
         optimizer = Lion([shard], lr=1e-3, weight_decay=0.1)
         for share in (1.0, float("nan"), 0.25, float("inf"), 0.5):
@@ -230,7 +230,7 @@ def test_the_feed_hands_over_what_is_complete(shapes: Path) -> None:
             del scratch, given
 
 
-# ---- commands: every setting of the engine, each kind of model, each verb
+# ---- commands: every setting of the engine, each kind of model, each command
 
 STEPS = 24
 RECIPE = f"augment={json.dumps(TIMM)}"
@@ -247,7 +247,7 @@ SAME_LOSS: dict[str, tuple[str, ...]] = {
     "auto": ("engine.zero_stage=1", BF16, "train.local_batch_size=auto"),
     "recompute": ("engine.zero_stage=1", BF16, "engine.activation_checkpointing=true"),
 }  # fmt: skip
-"""Settings that change how a step is computed, and not its result."""
+"""Settings that change the computation of a step, but not its result."""
 OTHERS: dict[str, tuple[str, ...]] = {
     "adamw, average": (BF16, "optimizer.name=adamw", "train.ema_decay=0.9"),
     "sgd": (BF16, "optimizer.name=sgd", "optimizer.lr=0.01"),
@@ -282,7 +282,7 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 class Trainings:
-    """Trainings of the demo's MLP, `STEPS` steps each, six at a time; one start for all tests."""
+    """Training runs of the demo's MLP with `STEPS` steps, six at a time, shared by all tests."""
 
     def __init__(self, dataset: Path, place: Path):
         self.dataset, self.place = dataset, place

@@ -1,4 +1,4 @@
-"""Every code is printed, is used by the product and documented next to its name."""
+"""Every error code is printed and used by the programs, and documented next to its name."""
 
 from pathlib import Path
 

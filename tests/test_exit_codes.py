@@ -1,4 +1,4 @@
-"""One kind of fault has one exit code in all programs; data_prep/exit_codes.py has the table."""
+"""Each kind of fault has one exit code in all programs; data_prep/exit_codes.py has the table."""
 
 import errno
 import json
@@ -64,7 +64,7 @@ def with_another_card(file: Path) -> None:
 def test_refused_weights_are_bad_input_before_and_after_the_start(
     damage: Callable[[Path], None], hashed: bool, shapes: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    """Without hashes the fault is found when the model is loaded, after the checks."""
+    """Without hashes the fault is found after the checks, when the model is loaded."""
     weights = write_folder(tmp_path / "weights", shapes)
     damage(weights / "model.safetensors")
     if not hashed:

@@ -1,5 +1,4 @@
-"""What users can ask about settings, of every verb of every program that its parser has: nothing
-here is listed by hand."""
+"""The help on settings for every command in the programs' parsers. No command is listed by hand."""
 
 import json
 import os
@@ -73,7 +72,7 @@ def test_each_help_has_examples_that_its_program_takes(name: tuple[str, str]) ->
 
 
 def sets(schema: Any, override: str) -> str | None:
-    """The key that it sets, if it is one of the schema."""
+    """Return the key that the override sets, or None if the schema does not have it."""
     tree: dict[str, Any] = {}
     apply_override(tree, override.partition("=")[0] + "=1", schema=schema)
     (key,) = flatten(tree)
@@ -98,9 +97,7 @@ def test_each_example_of_a_setting_is_valid(schema: Any) -> None:
                 for value in field.examples:
                     checked.validate_json(json.dumps(value))
     refused = []
-    for each in settings_of(
-        CONFIGURED[schema]
-    ):  # as it is printed, in a config of the least that is needed
+    for each in settings_of(CONFIGURED[schema]):  # as printed, in a minimal config
         is_typed = "=" in each.example.split(": ")[0]
         for example in each.example.split(", or ") if is_typed else ():
             words, tree = shlex.split(example), least(schema)
@@ -125,7 +122,7 @@ def test_each_example_of_a_setting_is_valid(schema: Any) -> None:
 
 
 def least(section: Any) -> dict[str, Any]:
-    """A valid config: the settings that must be given, as their examples have them."""
+    """Return a valid config of the required settings, with the values of their examples."""
     if section is PretrainSettings:
         return {**least_of(section), "model": {"preset": "mlp_b6_wi256"}}
     return least_of(section)

@@ -1,5 +1,5 @@
-"""benchmarks/gpu.py, for a machine that is rarely at hand: every command is parsed and its settings
-are checked. None is run."""
+"""Every command of benchmarks/gpu.py is parsed, and its settings are checked, without running it on
+a GPU."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ def module_of(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"kit_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # where its dataclasses look
+    sys.modules[module.__name__] = module  # dataclasses look up their module here
     spec.loader.exec_module(module)
     return module
 
@@ -34,7 +34,7 @@ def in_repository(benchmarks: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raises where a program would answer that it does not know a word."""
+    """Raise an error if a program does not accept the words."""
     if words[0] != "-m":
         monkeypatch.setattr(sys, "argv", words)
         parse: Any = module_of(REPOSITORY / words[0].removeprefix(f"{REPOSITORY}/")).arguments
@@ -72,9 +72,7 @@ def test_the_table_holds_what_was_found_beside_its_goal(tmp_path: Path) -> None:
     gpu = module_of(REPOSITORY / "benchmarks/gpu.py")
     names = {part.name for part in gpu.parts(quick=False, num_gpus=8)}
     known = sys.modules["gpu_table"]
-    assert {
-        name for row in known.ROWS for name in row.parts
-    } <= names  # no row waits for a part that is not there
+    assert {name for row in known.ROWS for name in row.parts} <= names  # every row's parts exist
     page, found = (
         tmp_path / "measured.md",
         {"machine": "X", "commit": "abc", "num_gpus": 8, "date": "2000-01-01"},
@@ -134,7 +132,7 @@ def test_the_table_holds_what_was_found_beside_its_goal(tmp_path: Path) -> None:
         known.NO_FIGURE in rows["Mixer-B-W at 224 px: images/s relative to timm, both compiled"][1]
     )
     assert "8 x X, torch unknown, commit abc" in text and "Failed: probe-fp32." in text
-    assert len(rows) == len(known.ROWS) + 2  # its head
+    assert len(rows) == len(known.ROWS) + 2  # with the table's head
     places = [tmp_path / name for name in ("one.json", "other.json")]
     for place, part in zip(places, ({"a": {"x": 1}}, {"probe-fp32": {"x": 2}}), strict=True):
         place.write_text(json.dumps({**found, "figures": part}))
@@ -177,7 +175,7 @@ def test_the_demo_starts_no_more_ranks_than_it_sees_gpus(
     visible: str | None,
     expected: int,
 ) -> None:
-    """None seen is a CPU, and two ranks on it."""
+    """Without visible GPUs there are two ranks on the CPU."""
     listing = tmp_path / "nvidia-smi"
     listing.write_text(
         f'#!/bin/sh\nfor n in $(seq {num_gpus}); do echo "GPU $n: NVIDIA H200 (UUID: GPU-$n)";'

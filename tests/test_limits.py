@@ -1,4 +1,4 @@
-"""A limit of the shell that is the cause of an error is named, in one line, by every program."""
+"""Every program names a shell limit that causes an error, in one line."""
 
 import os
 import resource

@@ -1,9 +1,8 @@
-"""Every mistake in a config, a path or an argument is one line that names its field, before anything
-heavy is imported.
+"""Every mistake in a config, a path or an argument is one line with its field, before heavy
+imports.
 
-The tables are the specification: what is typed, the field, and the code. (During the change to
-codes: instead of a code the first words of a problem whose error has none yet.) Each row runs in a
-fork of one light process.
+Each row of the tables has the typed words, the field, and the code. It runs in a fork of one
+process without heavy imports.
 """
 
 import json
@@ -28,7 +27,7 @@ from tests.light import Light
 from tests.ranks import REPOSITORY
 
 MOST_CPU_S = 0.6
-"""Of a row, besides what our own modules take to be imported; a row takes a twentieth of it."""
+"""CPU seconds of a row without the imports of our modules; a row takes about a twentieth."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def light() -> Iterator[Light]:
 def check(
     light: Light, place: Path, words: list[str], field: str, code: str, *, is_quick: bool = True
 ) -> None:
-    """Run the words: they fail with one line. `is_quick`: without reading data."""
+    """Run the words, which fail with one line. `is_quick`: without reading data."""
     answer = light.run(place, *words)
     said = answer.said if is_quick else answer.said.removeprefix("loading torch\n")
     assert answer.code == 2, answer
@@ -236,7 +235,7 @@ def test_a_bad_transfer_config(
 
 @pytest.fixture(scope="module")
 def lab(shapes: Path, other_shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Configs, datasets and a run that a user mixes up."""
+    """Configs, datasets and a run for mistakes."""
     lab = tmp_path_factory.mktemp("lab")
     write_classes(lab / "pics", {"ant": 3, "bee": 3})
     for name, target in {"shapes": shapes, "other": other_shapes}.items():
@@ -483,7 +482,7 @@ def test_lists_and_help_import_nothing_heavy(tmp_path: Path, light: Light) -> No
 def test_the_shipped_configs_are_valid_and_headed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is a delta of at most 40 lines under a header that says command, hardware and result."""
+    """Each config has at most 40 lines below a header with command, hardware and result."""
     from data_prep.build.config import BuildSettings
     from data_prep.index.config import IndexSettings
     from data_prep.settings import load_settings

@@ -1,9 +1,8 @@
-"""What computes on a GPU, on one that is there in name alone: torch's fake tensors have shapes,
-types and devices, and no numbers.
+"""GPU code on fake tensors of torch, which have shapes, types and devices, but no numbers.
 
-So a tensor that was left on the CPU, numpy of one that was not, and each `.item()`, which would
-wait for the device, is found without a device. Forward only: autograd asks the driver for a stream.
-Numbers are compared on a real one (test_cuda.py).
+This finds tensors that stay on the CPU, numpy calls on GPU tensors, and every `.item()`, which
+would wait for the device. Only the forward pass runs, because autograd requests a stream from the
+driver. test_cuda.py compares numbers on a real GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,7 +55,8 @@ def on(device: torch.device, found: Any) -> None:
 def moved(
     make: Callable[[], nn.Module], device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """Made with numbers (masks and orders are drawn), then without: `to` cannot do it."""
+    """Build a module with numbers (for random masks and orders), and replace them by fake tensors,
+    which `to` cannot do."""
     with unset_fake_temporarily():
         model = make()
     for module in model.modules():
@@ -139,7 +139,7 @@ def test_a_step_goes_forward_there(device: torch.device, name: str, mixed: bool)
 
 @pytest.mark.parametrize(
     "name", ["lion", "adamw"]
-)  # sgd is a kernel of torch's that fake tensors do not know
+)  # fake tensors do not support torch's kernel for sgd
 def test_weights_are_updated_there(device: torch.device, name: Any) -> None:
     model = moved(lambda: nn.Sequential(nn.Linear(30, 20), nn.LayerNorm(20)), device)
     optimizer = build_optimizer(model, OptimizerSettings(name=name, lr=1e-3, weight_decay=0.1))
@@ -163,7 +163,7 @@ def test_weights_are_updated_there(device: torch.device, name: Any) -> None:
 
 @pytest.mark.parametrize("optimizer", ["lion", "sgd", "adamw"])
 def test_heads_are_trained_there(device: torch.device, optimizer: Any) -> None:
-    """A grid of two cells, as `train_heads` does it."""
+    """Train a grid of two candidates like `train_heads`."""
     width, num_classes = 16, 5
     heads = torch.zeros(2, width, num_classes, device=device)
     update = Update(

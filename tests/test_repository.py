@@ -1,5 +1,5 @@
-"""The house itself: README's commands run as printed, one PIL is installed, the lock is
-complete, long files have a reason."""
+"""The repository: README's commands run as printed, one PIL is installed, the lock file is
+complete, and long files have a reason."""
 
 import ast
 import json
@@ -34,8 +34,7 @@ PAGES = (
     ),
     *sorted(str(page.relative_to(REPOSITORY)) for page in REPOSITORY.glob("docs/analysis/*.md")),
 )
-"""Pages in the order in which their commands run. A command that an earlier page has is not
-repeated."""
+"""Pages in the order of their commands. Commands of an earlier page are not repeated."""
 DOCS = sorted({*(REPOSITORY / "docs").rglob("*.md")} - {*(REPOSITORY / "docs/reference").glob("*")})
 """All hand-written pages of the site."""
 UNMARKED = {"python.md"}
@@ -56,7 +55,7 @@ MANY_FILES = {
 
 
 def printed_commands() -> list[str]:
-    """The lines of the blocks that say that CI runs them."""
+    """Return the lines of code blocks that CI runs."""
     pages = [(REPOSITORY / page).read_text() for page in PAGES]
     blocks = [
         block
@@ -76,8 +75,8 @@ REJECTED = [("cut.jpg", "truncated")]
 
 
 def add_pictures(place: Path) -> None:
-    """What people's folders hold besides: other formats, folders in classes, what is broken, what
-    is no picture."""
+    """Add files as in users' folders: other formats, nested folders, damaged images, other
+    files."""
     folder, image = min(place.iterdir()), picture(seed=1, width=90)
     nested = {
         f"{folder.name}/trip/nested.jpeg": encoded(image),
@@ -94,8 +93,8 @@ def add_pictures(place: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.timeout(1500)
 def test_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One command of each program, and those of launchers, are started as a shell does it; others
-    that import torch are forked (see forked.py), with the words that a shell would make."""
+    """One command of each program, and launchers' commands, start in a shell. Other commands that
+    import torch are forked (see forked.py) with a shell's words."""
     monkeypatch.chdir(tmp_path)
     for name in ("configs", "tests/analysis/points"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +141,7 @@ def test_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert code == 0, f"$ {line}\n{said}"
         if line.startswith(
             ("pretrain recommend", "pretrain train runs/mine")
-        ):  # what was printed is what README has next
+        ):  # README's next command is the printed one
             (is_next,) = re.findall(r"^ *next:? +(\w.*)$", said, re.MULTILINE)
             assert re.match(re.escape(is_next).replace("IMAGES", r"\S+"), printed[number + 1]), (
                 f"$ {line}\n{said}"
@@ -178,7 +177,7 @@ def test_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "tests",
         "my_models.py",
         *(path.name for path in tmp_path.glob("output-*")),
-    }  # of this test
+    }  # files of this test
     assert (
         tracked_by_git(
             each.name + "/" * each.is_dir() for each in tmp_path.iterdir() if each.name not in kept
@@ -188,7 +187,7 @@ def test_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def tracked_by_git(outputs: Iterable[str]) -> list[str]:
-    """Those of the paths in a checkout that `git status` would show."""
+    """Return the paths that `git status` would show in a checkout."""
     words = ["git", "-C", str(REPOSITORY), "check-ignore", "--no-index", "--stdin"]
     outputs = list(outputs)
     done = subprocess.run(
@@ -323,8 +322,8 @@ def test_the_nightly_workflow_tests_both_ends_of_the_bounds() -> None:
 
 @pytest.mark.slow
 def test_long_files_long_functions_and_full_folders_have_a_reason() -> None:
-    """A file over 16,000 non-whitespace characters or a function over 3,600 explains itself in a
-    docstring sentence with "long because"; a folder over 12 files in MANY_FILES."""
+    """Files over 16,000 non-whitespace characters and functions over 3,600 have a docstring
+    sentence with "long because". MANY_FILES lists folders of more than 12 files."""
     found = []
     for package in PACKAGES:
         for path in sorted((REPOSITORY / package).rglob("*.py")):

@@ -1,5 +1,4 @@
-"""A training run small enough for tests, in processes of its own: forked ones by default, or by the
-real command."""
+"""Small training runs in their own processes: forks by default, or the real command."""
 
 import importlib
 import os
@@ -43,8 +42,8 @@ def write_config(folder: Path, *, dataset: Path) -> Path:
 
 
 class Run:
-    """A training whose ranks are forked (see forked.py): what the real command does, without its
-    eight seconds of imports."""
+    """A training run on forked ranks (see forked.py), like the real command without eight seconds
+    of imports."""
 
     def __init__(
         self,
@@ -57,9 +56,9 @@ class Run:
         journal_only: bool = False,
         target: str = "tests.training:main",
     ):
-        """`threads`: of each rank; `strikes`: of ranks that send themselves a signal;
-        `journal_only`: no deliverer starts, whose imports of mlflow cost more than the run (a test
-        may call `sync`); `target`: what a rank runs in place of `main` below.
+        """`threads`: per rank. `strikes`: signals that ranks send themselves. `journal_only`: no
+        deliverer, because importing mlflow takes longer than the run (a test may call `sync`).
+        `target`: function that replaces `main` below.
         """
         self._output = new_output()
         self.returncode: int | None = None
@@ -86,8 +85,7 @@ class Run:
         return failed[0] if failed else (None if None in codes else 0)
 
     def heeds(self, number: int) -> bool:
-        """Whether every rank has come so far that it catches the signal, which would end it
-        before."""
+        """True if every rank catches the signal, which would end it earlier."""
         caught = [
             re.search(r"SigCgt:\t(\w+)", Path(f"/proc/{rank.pid}/status").read_text())
             for rank in self.ranks
@@ -109,15 +107,15 @@ class Run:
 
 
 def main(program: str, words: list[str], strike: Strike | None = None) -> int:
-    """`program`: pretrain or finetune."""
+    """Run a training command in this fork. `program`: pretrain or finetune."""
     if strike is not None:
         strike.arm()
     if "JOURNAL_ONLY" in os.environ:
-        sys.executable = "/bin/true"  # which a deliverer would be started with
+        sys.executable = "/bin/true"  # the deliverer's program
     sys.argv = [program, *words]
     torch.set_num_threads(
         int(os.environ["OMP_NUM_THREADS"])
-    )  # which it reads when it is imported, as it has been
+    )  # torch has read the variable at its import
     return int(importlib.import_module(f"{program}.__main__").main(words))
 
 
@@ -137,8 +135,8 @@ def start_tuning(config: Path, run_dir: Path, *overrides: str, ranks: int = 1, *
 def start_command(
     config: Path, run_dir: Path, *overrides: str, ranks: int = 2, **environment: str
 ) -> subprocess.Popen[str]:
-    """`pretrain train ... --ranks N`, as users type it, in a process group of its own, so that a
-    test can kill all of it."""
+    """Start `pretrain train ... --ranks N` like a user, in its own process group, so that a test
+    can kill it."""
     words = [
         "pretrain",
         "train",
@@ -161,7 +159,7 @@ def start_command(
 
 
 def end_commands() -> None:
-    """What a test that failed half-way has left running."""
+    """End the processes of a failed test."""
     for process in _COMMANDS:
         if process.poll() is None:
             kill(process)
@@ -179,7 +177,7 @@ def finish(process: AnyRun, *, timeout_s: float = 300, code: int = 0) -> str:
 
 
 def kill(process: AnyRun) -> None:
-    """All of it, at once."""
+    """Kill all ranks at once."""
     if isinstance(process, Run):
         process.send_signal(signal.SIGKILL)
     else:
@@ -201,7 +199,7 @@ def stop_while_it_waits(waiting: Run) -> str:
 
 
 def wait_for_checkpoint(run_dir: Path, process: AnyRun, *, beyond_step: int = 0) -> int:
-    """The step of the first published checkpoint after `beyond_step`."""
+    """Return the step of the first published checkpoint after `beyond_step`."""
     deadline_s = time.monotonic() + 150
     while time.monotonic() < deadline_s and process.poll() is None:
         steps = [step_of(path) for path in list_checkpoints(run_dir)]
@@ -217,6 +215,6 @@ def step_of(checkpoint: Path) -> int:
 
 
 def final_state(run_dir: Path) -> dict[str, Tensor]:
-    """Weights and optimizer state of the newest checkpoint."""
+    """Return weights and optimizer state of the newest checkpoint."""
     newest = list_checkpoints(run_dir)[-1]
     return load_file(newest / "model.safetensors") | load_file(newest / "optimizer.safetensors")

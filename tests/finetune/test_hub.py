@@ -225,8 +225,8 @@ TIMMS = {
     "mobilenetv3_small_050.lamb_in1k": {},
     "mixer_s32_224.untagged": {"img_size": 32, "mlp_ratio": (0.1, 0.25)},
 }
-"""Models of timm and their sizes: a transformer, batch norm, a deeper classifier, a head with a hidden
-layer. This project has the last model, too."""
+"""Models of timm and their sizes: a transformer, batch norm, a deeper classifier, a head with a
+hidden layer. This project has the last model, too."""
 
 
 def timms(hub: Hub, name: str, classes: tuple[str, ...]) -> torch.nn.Module:

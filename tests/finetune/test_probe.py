@@ -58,8 +58,7 @@ from tests.training import Run, finish
 
 
 def noise(count: int, *, seed: int) -> Table:
-    """Return so many features for the samples that a head memorizes the labels; other predictions
-    are random."""
+    """Return more features than samples: a head memorizes the labels and cannot predict others."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, CLASSES, (count,), generator=generator)
     return Table(torch.randn(count, 300, generator=generator), labels)

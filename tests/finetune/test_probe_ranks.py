@@ -200,8 +200,7 @@ def streamed_case(
 def test_streamed_features_train_the_heads_that_kept_ones_train(
     folder: Path, other_shapes: Path, tmp_path: Path, num_ranks: int
 ) -> None:
-    """With four candidates of two lengths on five ranks, one rank has no candidate, and helps the
-    others."""
+    """Four candidates of two lengths on five ranks: one rank has no candidate, and helps others."""
     words = (str(folder), str(other_shapes))
     kept = streamed_case(ALONE, *words, str(tmp_path / "kept"), "cache")
     place = str(tmp_path / "streamed")

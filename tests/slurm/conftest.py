@@ -1,5 +1,5 @@
-"""A real SLURM cluster for tests, private to this test session: lab.sh on loopback. Skips where it
-cannot be had."""
+"""A real SLURM cluster for tests on loopback (lab.sh), private to this test session. Without its
+programs tests skip."""
 
 import contextlib
 import os
@@ -43,7 +43,7 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"
 
 
 def why_not(*others: str) -> str | None:
-    """What a private SLURM lacks on this machine, or None. `others`: programs besides its own."""
+    """Return what this machine lacks for a private SLURM, or None. `others`: further programs."""
     programs = (*PROGRAMS, *others)
     missing = [program for program in programs if shutil.which(program, path=PATH) is None]
     if missing:
@@ -60,8 +60,8 @@ def why_not(*others: str) -> str | None:
 
 
 class Cluster:
-    """A running lab: n1, n2, ... with CPUs, g1 with pretended GPUs. Jobs start in `root`, a
-    checkout with that `python`."""
+    """A running lab: n1, n2, ... with CPUs, g1 with simulated GPUs. Jobs start in `root`, a
+    checkout with this `python`."""
 
     RUNNING: ClassVar[list["Cluster"]] = []
 
@@ -73,8 +73,8 @@ class Cluster:
         self.root.mkdir()
         if (
             python is None
-            # numba's files are copied, too: ranks that compile, on a busy machine, look as if they
-            # hung
+            # numba's files are copied, too: compiling ranks on a busy machine look like hanging
+            # ranks
         ):
             assert wait(
                 [begin("time:sleep", 0, environment=os.environ, output=Path(os.devnull))],
@@ -84,7 +84,7 @@ class Cluster:
             shutil.copytree(
                 REPOSITORY / floor, self.root / floor, ignore=shutil.ignore_patterns("*.pyc")
             )
-        # a scratch that only jobs know, as sites have it
+        # a scratch path that only jobs can resolve, as on many clusters
         scratch = f"{self.directory}/node/$SLURM_CLUSTER_NAME"
         (self.root / "cluster/site.env").write_text(f"export NODE_SCRATCH={scratch} PREFLIGHT=0\n")
         if python is None:
@@ -97,7 +97,7 @@ class Cluster:
             for name, value in os.environ.items()
             if not name.startswith(("SLURM", "SBATCH", "SRUN"))
         }
-        # one thread, as in the local runs that the tests compare with
+        # one thread, as in the local runs for comparison
         self.environment = outer | {
             "PATH": PATH,
             "SLURM_CONF": str(self.directory / "slurm.conf"),
@@ -127,7 +127,7 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The lab ends with its input, and takes every daemon and task with it."""
+        """Close the lab's stdin: it ends with all daemons and tasks."""
         self.RUNNING[:] = [each for each in self.RUNNING if each is not self]
         with self._lab, self._errors:
             assert self._lab.stdin is not None
@@ -139,8 +139,8 @@ class Cluster:
         shutil.rmtree(self.directory)
 
     def settle(self, *, timeout_s: float = 90) -> None:
-        """Until no node is still occupied by a job that has ended, or just coming back: the next
-        jobs get the first nodes."""
+        """Wait until no node is occupied by an ended job or coming back: the next jobs get the
+        first nodes."""
         deadline_s = time.monotonic() + timeout_s
         while busy := [
             each
@@ -151,14 +151,14 @@ class Cluster:
             time.sleep(0.1)
 
     def tell(self, command: str) -> None:
-        """`crash NODE`, `hang NODE`, `thaw NODE`, `revive NODE` or `on NODE COMMAND`."""
+        """Send `crash NODE`, `hang NODE`, `thaw NODE`, `revive NODE` or `on NODE COMMAND` to the
+        lab."""
         assert self._lab.stdin is not None
         self._lab.stdin.write(command.encode() + b"\n")
         self._expect(b"done\n", timeout_s=30)
 
     def __call__(self, *words: object) -> str:
-        """The output of a SLURM command; a question is asked again where the machine was too busy
-        for an answer."""
+        """Return the output of a SLURM command. Queries are repeated if the machine is too busy."""
         is_question = words[0] in ("squeue", "sinfo") or "show" in words
         for _ in range(10 if is_question else 1):
             done = subprocess.run(
@@ -178,20 +178,20 @@ class Cluster:
         return done.stdout.strip()
 
     def sbatch(self, *words: object) -> str:
-        """The number of a new job."""
+        """Return the number of a new job."""
         return self("sbatch", "--parsable", *words)
 
     def job(self, number: str) -> dict[str, str]:
         return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "-o", "show", "job", number)))
 
     def tasks(self, number: str) -> list[dict[str, str]]:
-        """Of an array each task; of another job itself."""
+        """Return the job's record, or the record of each array task."""
         lines = self("scontrol", "-o", "show", "job", number).splitlines()
         return [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines]
 
     def mlflow(self, query: str, *, runs: str) -> list[tuple[str, ...]]:
-        """The answer of the tracking store beside the runs in that directory."""
-        store = (  # a wrong place is an error, not a new store
+        """Query the tracking database of the runs in a directory."""
+        store = (  # a wrong path is an error, not a new database
             f"file:{self.root / runs}/mlflow.db?mode=ro"
         )
         with contextlib.closing(sqlite3.connect(store, uri=True)) as opened:
@@ -209,8 +209,8 @@ class Cluster:
         )
 
     def wait(self, number: str, *states: str, timeout_s: float = 200) -> dict[str, str]:
-        """The job once it is in one of `states`. (`sbatch --wait` looks only after 2, 10, 42 and
-        106 s.)"""
+        """Return the job when it is in one of `states`. (`sbatch --wait` only polls after 2, 10, 42
+        and 106 s.)"""
         deadline_s = time.monotonic() + timeout_s
         while (job := self.job(number))["JobState"] not in states:
             late = time.monotonic() > deadline_s
@@ -221,7 +221,7 @@ class Cluster:
         return job
 
     def log(self, number: str) -> str:
-        """What the job itself has written, over all its starts."""
+        """Return the job's own output from all attempts."""
         return "".join(path.read_text() for path in sorted(self.root.glob(f"*-{number}.log")))
 
     def rank_logs(self, number: str) -> list[str]:
@@ -232,7 +232,7 @@ class Cluster:
     def wait_for(
         self, number: str, text: str, *, timeout_s: float = 150, even_cancelled: bool = False
     ) -> None:
-        """Until the job, or a rank of it, has written `text`."""
+        """Wait until the job or one of its ranks has written `text`."""
         deadline_s = time.monotonic() + timeout_s
         while text not in (said := self.log(number) + "".join(self.rank_logs(number))):
             late = time.monotonic() > deadline_s
@@ -241,7 +241,7 @@ class Cluster:
             time.sleep(0.1)
 
     def rank_process(self, number: str, *, rank: int, program: str = "pretrain") -> int:
-        """The process of a running rank; its node's pid namespace is within this one."""
+        """Return the pid of a running rank; the nodes' pid namespaces are inside this one."""
         wanted = {
             f"SLURM_CONF={self.environment['SLURM_CONF']}",
             f"SLURM_JOB_ID={number}",
@@ -249,7 +249,7 @@ class Cluster:
         }
         found = []
         for place in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # gone meanwhile
+            with contextlib.suppress(OSError):  # ended meanwhile
                 words = (place / "cmdline").read_text().split("\0")
                 if words[1:3] == ["-m", program] and wanted <= set(
                     (place / "environ").read_text().split("\0")
@@ -270,8 +270,8 @@ class Cluster:
 
 
 def _free_ports(count: int) -> int:
-    """The first of `count` neighboring ports below the ephemeral range and the jobs' own; two
-    sessions begin apart."""
+    """Return the first of `count` consecutive free ports below the ephemeral range and the jobs'
+    ports. Two sessions start at different ports."""
     for base in range(5000 + os.getpid() % 400 * 10, 10000, count):
         probes = [socket.socket() for _ in range(count)]
         try:
@@ -287,7 +287,7 @@ def _free_ports(count: int) -> int:
 
 
 def need_slurm(*others: str) -> None:
-    """Skips where it cannot be had, or fails where it must (`make cluster-test`, CI)."""
+    """Skip without SLURM, or fail if it is required (`make cluster-test`, CI)."""
     reason = why_not(*others)
     if reason is not None and os.environ.get("REQUIRE_SLURM"):
         pytest.fail(reason)
@@ -304,7 +304,7 @@ def slurm() -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def settled() -> None:
-    """No test begins among what the one before has left."""
+    """Wait until the previous test's jobs are gone."""
     for cluster in Cluster.RUNNING:
         cluster.settle()
 
@@ -318,6 +318,6 @@ def config(slurm: Cluster, shapes: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(slurm: Cluster, config: Path) -> Path:
-    """The run directory of the same config, run without SLURM."""
+    """Return a run directory of the same config, trained without SLURM."""
     finish(start(config, slurm.root / "runs/local", "tracking.enabled=false"))
     return slurm.root / "runs/local"

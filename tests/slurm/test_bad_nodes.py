@@ -1,5 +1,5 @@
 """The pre-flight and the heartbeat on a real SLURM: a bad node is named and avoided, a frozen rank
-ends the start, not the job."""
+ends the attempt, not the job."""
 
 import json
 import os
@@ -24,14 +24,14 @@ train: {{duration: 200 steps, global_batch_size: 16, eval_every: 1000 steps, log
 engine: {{zero_stage: 1, precision: fp32, timeout_s: 60, heartbeat_timeout_s: 10, hang_timeout_s: 50}}
 checkpoint: {{every: 10 steps}}
 """
-# SLURM_WAIT: what is frozen is killed so long after the others have ended
+# SLURM_WAIT: seconds until frozen tasks are killed after the others' end
 OPTIONS = "PREFLIGHT=1,PREFLIGHT_TIMEOUT_S=120,RANKS_PER_NODE=2,SLURM_WAIT=2"
 pytestmark = [pytest.mark.timeout(900), pytest.mark.processes, pytest.mark.nightly]
 
 
 @pytest.fixture
 def read_only_on_n2(slurm: Cluster) -> Iterator[Path]:
-    """A directory that cannot be written to on that one node."""
+    """A directory that is read-only on n2."""
     place = slurm.directory / "scratch"
     place.mkdir()
     slurm.tell(f"on n2 mount -t tmpfs -o ro tmpfs {place}")
@@ -88,7 +88,7 @@ def test_a_bad_node_is_avoided_and_a_frozen_rank_is_found(
     ]
     ends = [each["how"] for each in read_attempts(path)]
     assert nodes[0] == "n[1-2]" and {*nodes[1:]} == {"n[1,3]"}, nodes
-    # on a machine that is too busy a rank may fall silent by itself
+    # a machine that is too busy may silence a rank
     assert (ends[0], {*ends[1:-1]}, ends[-1]) == ("bad-node", {"failed"}, "finished"), ends
     assert (run_dir / "result.json").exists()
     assert slurm.mlflow("select name, status from runs", runs="runs/hurt") == [("run", "FINISHED")]

@@ -1,5 +1,5 @@
-"""cluster/data_prep.slurm on a real SLURM: an array writes the parts, a dependent job merges and
-verifies them."""
+"""The script cluster/data_prep.slurm on a real SLURM: an array writes the parts, a dependent job
+merges and verifies them."""
 
 import time
 
@@ -25,7 +25,7 @@ def words(name: str) -> list[str]:
 
 
 def merge_of(slurm: Cluster, array: str) -> str:
-    """The job that waits for it, which one of its tasks submits."""
+    """Return the merge job, which a task of the array submits."""
     deadline_s, noted = time.monotonic() + 120, slurm.root / f"jobs/{array}/merge"
     while not noted.exists() or not noted.read_text().endswith("\n"):
         assert time.monotonic() < deadline_s, slurm.log(f"{array}_0")
@@ -46,7 +46,7 @@ def test_an_array_writes_what_one_process_writes(slurm: Cluster) -> None:
     assert slurm.job(merge)["Dependency"] in (
         "(null)",
         f"afterok:{array}_*(unfulfilled)",
-    )  # the former when it is met
+    )  # (null) if the dependency is met
     slurm.wait(merge, "COMPLETED")
     assert "288 samples match the manifest" in slurm.log(f"{merge}_0"), slurm.log(f"{merge}_0")
     alone = slurm.root / "data/alone"

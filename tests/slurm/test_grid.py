@@ -1,5 +1,4 @@
-"""A grid of a plan on a real SLURM: one member fails, and only that one is left to be submitted
-again."""
+"""A plan's grid on a real SLURM: one member fails, and only this member is submitted again."""
 
 import shutil
 from pathlib import Path
@@ -25,8 +24,8 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.processes, pytest.mark.night
 
 
 def most_at_once(tasks: list[dict[str, str]]) -> int:
-    """How many ran at the same time; SLURM tells it to the second, so one that starts when another
-    ends comes after it."""
+    """Return the largest number of simultaneous tasks. SLURM's times are seconds: a task may start
+    when another ends."""
     starts = [task["StartTime"] for task in tasks]
     return max(
         sum(task["StartTime"] <= start < task["EndTime"] for task in tasks) for start in starts
@@ -36,14 +35,14 @@ def most_at_once(tasks: list[dict[str, str]]) -> int:
 def test_a_grid_with_one_failing_member(slurm: Cluster, shapes: Path, other_shapes: Path) -> None:
     plan, runs = slurm.root / "three.yaml", slurm.root / "runs/three"
     plan.write_text(GRID.format(shapes=shapes, others=other_shapes))
-    # what is missing may still come until a job begins: with --begin, submit does not refuse it
+    # with --begin, submit accepts missing files that may appear before the job starts
     array = jobs_of(slurm("cluster/submit", "--begin=now", plan.name))[0][0]
     for index, state in ((1, "FAILED"), (0, "COMPLETED"), (2, "COMPLETED")):
         slurm.wait(f"{array}_{index}", state, timeout_s=200)
     tasks = {task["ArrayTaskId"]: task for task in slurm.tasks(array)}
     ends = {index: (task["ExitCode"], task["Restarts"]) for index, task in tasks.items()}
     assert ends == {"0": ("0:0", "0"), "1": ("2:0", "0"), "2": ("0:0", "0")}
-    assert most_at_once([*tasks.values()]) == 2, tasks  # of three nodes
+    assert most_at_once([*tasks.values()]) == 2, tasks  # although three nodes are free
     assert "data/late" in slurm.log(f"{array}_1").splitlines()[-1], slurm.log(f"{array}_1")
     done = {path: path.stat().st_mtime_ns for path in runs.glob("*/result.json")}
     assert {path.parent.name for path in done} == {"first", "third"}

@@ -1,9 +1,8 @@
-"""What cluster/pretrain.slurm does with its ranks, seen with ranks that only pretend: no import of
-torch.
+"""The script cluster/pretrain.slurm with simulated ranks that do not import torch.
 
-Each scenario is a job or two. They mostly wait for SLURM, so all of them run at once, each in a
-thread, on nodes of one lab; which nodes a job gets is left to SLURM, and what is bad of a node is
-so at its job's first start.
+Each scenario is a job or two. Scenarios mostly wait for SLURM, so all run at the same time in
+threads, on one lab. SLURM chooses the nodes, and a scenario's bad nodes are those of its job's
+first attempt.
 """
 
 import os
@@ -87,7 +86,7 @@ def scenario(run: Scenario) -> Scenario:
 
 @pytest.fixture(autouse=True)
 def settled() -> None:
-    """No test waits for the jobs of the others."""
+    """Disable the fixture: no test waits for the jobs of others."""
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +113,7 @@ def bad_nodes(lab: Cluster, job: str) -> list[str]:
 
 
 def await_ranks(lab: Cluster, job: str, *, start: int = 1) -> None:
-    """Until both of a job's ranks are at work, and receive signals, in this start of it."""
+    """Wait until both ranks of the job run and handle signals in this attempt."""
     for rank in (0, 1):
         deadline_s = time.monotonic() + 150
         while sum(log.count(f"rank {rank} of ") for log in lab.rank_logs(job)) < start:
@@ -230,9 +229,9 @@ def the_signal_before_the_time_limit_puts_it_back(lab: Cluster) -> None:
     await_ranks(lab, job)
     lab(
         "scontrol", "update", f"JobId={job}", "TimeLimit=5"
-    )  # USR2@300 is due at once; SLURM looks every 30 s
+    )  # USR2@300 is due at once; SLURM checks every 30 s
     lab.wait_for(job, "requeueing")
-    with suppress(AssertionError):  # it may have ended by now
+    with suppress(AssertionError):  # it may have ended
         lab("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
     assert lab.wait(job, "COMPLETED")["Restarts"] == "1"
     assert ["got USR2" in log for log in lab.rank_logs(job)] == [True, True]
@@ -250,7 +249,7 @@ def what_fails_three_times_from_one_checkpoint_is_given_up(lab: Cluster) -> None
     ), log
     assert "    disk on fire" in log, (
         log
-    )  # what rank 1 said, though the job's log shows the first rank
+    )  # rank 1's output, although the job's log has the first rank's
 
 
 @scenario
@@ -280,7 +279,7 @@ def a_task_of_an_array_starts_again_as_itself(lab: Cluster) -> None:
         assert lab.wait(f"{array}_{task}", "COMPLETED")["Restarts"] == "1"
         assert (
             lab.log(f"{array}_{task}").count(f"member {task} of crash-plan pretrain") == 2
-        )  # appended, by the same member
+        )  # appended by the same member
         assert (lab.root / f"runs/second-time-{task}/result.json").exists()
 
 
@@ -291,7 +290,7 @@ def what_is_edited_after_the_submission_changes_nothing(lab: Cluster) -> None:
     for place in (config, lab.root / "outside.yaml"):
         place.write_text(f"# as submitted\n{settings}")
     names = ("configs/mine.yaml", "outside.yaml")
-    # as if from within a task of another array, at its third start
+    # as if submitted from a task of another array in its third attempt
     within = ("env", "SLURM_RESTART_COUNT=2", "SLURM_ARRAY_JOB_ID=77", "SLURM_ARRAY_TASK_ID=5")
     kept = [
         lab(
@@ -310,7 +309,7 @@ def what_is_edited_after_the_submission_changes_nothing(lab: Cluster) -> None:
         place.write_text(f"# edited\n{settings}")
         os.utime(
             place, (time.time() + 7, time.time() + 7)
-        )  # SLURM's times are whole seconds, and clocks differ a little
+        )  # SLURM's times are in seconds, and clocks differ slightly
     for job in [*kept, *plain]:
         lab("scontrol", "release", job)
     for job in kept:
@@ -321,7 +320,7 @@ def what_is_edited_after_the_submission_changes_nothing(lab: Cluster) -> None:
         )
     lab.wait(plain[0], "FAILED")
     assert "configs/mine.yaml. Submit it again" in lab.log(plain[0])
-    lab.wait(plain[1], "COMPLETED")  # another config's edit is none of its business
+    lab.wait(plain[1], "COMPLETED")  # edits of other configs do not matter
 
 
 def await_file(lab: Cluster, name: str, job: str) -> None:
@@ -358,7 +357,7 @@ def a_preemption_during_the_pre_flight_is_heeded(lab: Cluster) -> None:
     await_file(lab, "measuring", job)
     lab(
         "scancel", "--signal=TERM", job
-    )  # to its steps alone, as some sites do; which number they have is SLURM's affair
+    )  # only to its steps, as some clusters do; SLURM chooses the step numbers
     assert lab.wait(job, "COMPLETED")["Restarts"] == "1"
     (log,) = lab.rank_logs(job)
     assert log.count("rank 0 of 1") == 1, lab.log(job)
@@ -398,12 +397,12 @@ def test_scenario(running: dict[Scenario, Future[None]], run: Scenario) -> None:
 
 
 def test_edited_code_is_refused_where_nothing_was_kept(lab: Cluster) -> None:
-    """After the others, whose jobs have all been kept by now."""
+    """This test comes last: the other jobs have a snapshot by now."""
     code = lab.root / "pretrain/edited.py"
     job = lab.sbatch("--hold", SCRIPT, "quick-code")
     try:
         code.write_text("edited")
-        later = time.time() + 7  # SLURM's times are whole seconds, and clocks differ a little
+        later = time.time() + 7  # SLURM's times are in seconds, and clocks differ slightly
         os.utime(code, (later, later))
         lab("scontrol", "release", job)
         lab.wait(job, "FAILED")

@@ -1,5 +1,5 @@
-"""A run whose node freezes or is lost, on a real SLURM: the next start goes on, on other nodes or
-on fewer."""
+"""A run whose node freezes or is lost on a real SLURM: the next attempt resumes on other or fewer
+nodes."""
 
 import json
 import re
@@ -18,12 +18,12 @@ def test_a_node_that_freezes_is_taken_over_from_and_changes_nothing_when_it_wake
     slurm: Cluster, config: Path, undisturbed: Path
 ) -> None:
     run_dir = slurm.root / "runs/icy"
-    # both ranks there: in the lab SLURM would drain a node whose tasks cannot tell the frozen one
-    # of their end
+    # both ranks on one node: otherwise the lab's SLURM drains the other node, whose tasks cannot
+    # notify the frozen node
     words = ("--export=ALL,RANKS_PER_NODE=2", SCRIPT, config, "run_dir=runs/icy")
     job = slurm.sbatch("--nodes=1", *words, "engine.lock_wait_s=2")
     await_progress(slurm, job, run_dir, start=1, ranks="1 x 2")
-    slurm.tell("hang n1")  # the run's lock is held for good
+    slurm.tell("hang n1")  # the frozen node keeps the run's lock
     try:
         slurm.wait_for(job, "SLURM reports that the attempt is over", timeout_s=300)
         await_progress(slurm, job, run_dir, start=2, ranks="1 x 2")
@@ -63,5 +63,5 @@ def test_fewer_nodes_go_on_where_that_was_asked_for(
     slurm.wait(job, "COMPLETED")
     ours, theirs = end_of(run_dir), end_of(undisturbed)
     for name, tensor in ours.items():
-        # the same batches; sums in another order, and lion's sign of a gradient near 0 may differ
+        # the same batches; another order of sums can change lion's sign of a gradient near 0
         torch.testing.assert_close(tensor, theirs[name], rtol=0.05, atol=0.02)

@@ -1,4 +1,4 @@
-"""A plan on a real SLURM: every job script end to end, each job after those that it waits for."""
+"""A plan on a real SLURM with every job script, each job after its dependencies."""
 
 import hashlib
 import json
@@ -60,8 +60,8 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.processes, pytest.mark.night
 
 
 def jobs_of(said: str) -> list[list[str]]:
-    """The jobs of each stage, of a dataset the array and the merge, as the plan's table has
-    them."""
+    """Return the jobs of each stage from the plan's table: for a dataset the array and the
+    merge."""
     rows = (
         re.split(r"^stage  +jobs", said, flags=re.MULTILINE)[1]
         .partition("look: ")[0]
@@ -78,7 +78,7 @@ def test_a_whole_plan(slurm: Cluster) -> None:
     )
     jobs = jobs_of(slurm("cluster/submit", "--time=30", plan.name))
     assert [len(each) for each in jobs] == [2, 2, 1, 1, 1, 1, 1, 1, 1], jobs
-    plan.rename(slurm.root / "later.yaml")  # all jobs, the figure's too, read what was kept
+    plan.rename(slurm.root / "later.yaml")  # all jobs, including the figure's, read the snapshot
     (
         (a, merge_a),
         (b, merge_b),
@@ -126,10 +126,10 @@ def test_a_whole_plan(slurm: Cluster) -> None:
         assert json.loads((slurm.root / "runs/whole" / run / "result.json").read_text())
         sync(
             slurm.root / "runs/whole" / run
-        )  # on a busy machine a job ends before all of its journal has arrived
+        )  # on a busy machine a job may end before the complete event log has arrived
     assert (
         slurm.root / "exports/whole/model.safetensors"
-    ).exists()  # by one process, on however many nodes
+    ).exists()  # written by one process on any number of nodes
     drawn = slurm.root / "runs/plans/whole"
     points = pq.read_table(drawn / "figure-results.parquet", columns=["plan", "task"]).to_pylist()
     assert points == [

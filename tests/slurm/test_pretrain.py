@@ -1,5 +1,5 @@
-"""cluster/pretrain.slurm on a real SLURM: two nodes with a rank each, the real command, a tiny run,
-and all that befalls it."""
+"""The script cluster/pretrain.slurm on a real SLURM: two nodes with a rank each, the real command,
+a tiny run, and its interruptions."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def test_the_life_of_a_job(slurm: Cluster, config: Path, undisturbed: Path) -> N
     job = slurm.sbatch("--nodes=2", SCRIPT, config, "run_dir=runs/lively")
 
     await_progress(slurm, job, run_dir, start=1)
-    slurm("scancel", "--batch", "--signal=USR2", job)  # what SLURM sends before the time limit
+    slurm("scancel", "--batch", "--signal=USR2", job)  # SLURM's signal before the time limit
     await_progress(slurm, job, run_dir, start=2)
     slurm("scontrol", "requeue", job)
     await_progress(slurm, job, run_dir, start=3)
@@ -33,7 +33,7 @@ def test_the_life_of_a_job(slurm: Cluster, config: Path, undisturbed: Path) -> N
     slurm.wait(job, "CANCELLED")
     said = slurm.rank_logs(job)[0].rpartition("--- attempt 4")[2]
     assert "stopped with a checkpoint" in said and "delivery ended with SIG" not in said, said
-    sync(run_dir)  # on a busy machine a job ends before all of its journal has arrived
+    sync(run_dir)  # on a busy machine a job may end before the complete event log has arrived
     assert tracked(slurm, run_dir) == ["KILLED"], said
 
     again = slurm.sbatch("--nodes=2", SCRIPT, config, "run_dir=runs/lively")

@@ -1,5 +1,5 @@
-"""A plan on a queue with limits: MaxSubmitJobs and no requeue, on a real SLURM with
-slurmdbd. Ranks pretend."""
+"""A plan on a queue with limits (MaxSubmitJobs, no requeue) on a real SLURM with slurmdbd. Ranks
+are simulated."""
 
 import sys
 import time
@@ -75,8 +75,8 @@ def await_end(lab: Cluster) -> None:
 
 
 def test_each_member_of_a_plan_larger_than_the_queue_runs_once(lab: Cluster) -> None:
-    """The first command is cut off, a second one comes too many, the first job for the rest cannot
-    submit it, member 1 is stopped by a signal and member 3 fails."""
+    """The first command is killed and the second is superfluous. The first job cannot submit the
+    rest, member 1 receives a signal, and member 3 fails."""
     head = PLAN.format(runs=GRID).partition("  - config: configs/data_prep/demo_transfer.yaml")[0]
     (lab.root / "large.yaml").write_text(head + GRID)
     lab("scontrol", "update", "PartitionName=low", "State=DOWN")

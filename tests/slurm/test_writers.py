@@ -1,4 +1,4 @@
-"""cluster/submit refuses a second job for one run, on a real SLURM."""
+"""A second `cluster/submit` for a run fails on a real SLURM."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A tiny run on the lab, and how it is watched: two ranks, the real command."""
+"""A tiny run on the lab with two ranks of the real command, and functions that observe it."""
 
 import sqlite3
 import time
@@ -28,7 +28,7 @@ def assert_same_end(run_dir: Path, reference: Path) -> None:
 def await_progress(
     slurm: Cluster, job: str, run_dir: Path, *, start: int, ranks: str = "2 x 1"
 ) -> None:
-    """Until start number `start` has gone on, and has made a checkpoint of its own."""
+    """Wait until attempt `start` has resumed, and has written its own checkpoint."""
     slurm.wait_for(job, f"attempt {start}: {ranks} ranks", timeout_s=240)
     pointer = run_dir / "checkpoints/latest"
     before, deadline_s = pointer.read_text() if pointer.exists() else "", time.monotonic() + 240
@@ -38,7 +38,7 @@ def await_progress(
 
 
 def tracked(slurm: Cluster, run_dir: Path) -> list[str]:
-    """The status of each MLflow run of this run directory."""
+    """Return the status of each MLflow run of this run directory."""
     with sqlite3.connect(slurm.root / "runs/mlflow.db") as store:
         rows = store.execute(
             "select status from runs where lifecycle_stage = 'active' and name like ?",
