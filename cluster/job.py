@@ -530,9 +530,7 @@ class Job:
         try:
             wait_for_successor(at.array, at.task, successor)
         except SlurmError as error:
-            raise End(
-                f"jobs that depend on {label} cannot wait for {successor} ({error})"
-            ) from None
+            raise End(f"jobs that depend on {label} cannot wait for {successor} ({error})") from None
         return End("", 0)
 
     def refuse_if_too_few(self, bad: list[str], about: dict[str, str]) -> None:

@@ -123,8 +123,8 @@ BaseProcess.start = _start  # type: ignore[method-assign]
 
 @pytest.fixture(autouse=True)
 def no_rank_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Leave no process after a failed test, check the mark of tests that start processes, and
-    restore the environment and signal handlers that a command in this process changes.
+    """Leave no process after a failed test, and check the mark of tests that start processes. Then
+    restore the environment and signal handlers that a command in this process has changed.
     """
     names = (
         "RANK",

@@ -188,7 +188,7 @@ def test_gradients_of_a_model(name: str, is_compiled: bool) -> None:
     expected = computed(CPU, torch.float64)
     for dtype, logits_off, gradients_off in (
         (torch.float32, 1e-3, 1e-3),
-        (torch.bfloat16, 0.05, 0.2),  # S-Mixers are 0.1 off on a CPU, too
+        (torch.bfloat16, 0.05, 0.2),  # S-Mixers differ by 0.1 on a CPU, too
     ):
         found = computed(DEVICE, dtype)
         for one, other, off in zip(found, expected, (logits_off, gradients_off), strict=True):

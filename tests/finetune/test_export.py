@@ -389,7 +389,7 @@ def test_the_card_tells_the_run_and_its_results(exported: Path) -> None:
     run = exported.parent / "run"
     sha256 = sha256_of(run / "checkpoints" / "step-00000006" / "model.safetensors")
     assert parent == Parent(str(run), 6, sha256, trained_with)
-    # 768 x 32 + 32, two blocks of 2 x 32 + 32 x 64 + 64 + 64 x 32 + 32, 32 x 8 + 8
+    # 768 x 32 + 32 and 32 x 8 + 8. Two blocks of 2 x 32 + 32 x 64 + 64 + 64 x 32 + 32.
     for fact in (
         "| Parameters | 33,384 |",
         "| Multiply-adds | 33,024 for one image |",

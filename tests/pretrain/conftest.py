@@ -13,7 +13,7 @@ def reader(shapes: Path) -> ShardReader:
 
 @pytest.fixture(scope="session")
 def new_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store without runs; making one takes seconds, copying it none."""
+    """A tracking database without runs: creating one takes seconds, copying it no time."""
     from pretrain.tracking.store import Store
 
     path = tmp_path_factory.mktemp("store") / "mlflow.db"

@@ -1,5 +1,4 @@
-"""Processes of their own that walk through shards, for the tests of the store that several
-share."""
+"""Processes that read shards, for tests of a shared cache."""
 
 import hashlib
 import json
@@ -16,15 +15,15 @@ from tests.forked import begin, wait
 
 
 class Walkers:
-    """Each holds one file of its list after the other, while the next so many of them are fetched.
-    They begin together."""
+    """Processes that begin together. Each holds the files of its list in turn, while its next
+    `ahead` files are fetched."""
 
     def __init__(self, place: Path, *, room_bytes: int, lists: list[tuple[list[File], int]]):
         self._found = [place.parent / f"walker-{number}.json" for number in range(len(lists))]
         self._output = place.parent / "walkers"
         self._ready = multiprocessing.get_context("forkserver").Barrier(
             len(lists)
-        )  # which goes when nobody refers to it here
+        )  # it ends without references in this process
         how = {"environment": dict(os.environ), "output": self._output}
         self.processes: list[ForkServerProcess] = [
             begin(f"{__name__}:walk", place, room_bytes, files, ahead, self._ready, found, **how)  # type: ignore[arg-type]
@@ -32,7 +31,7 @@ class Walkers:
         ]
 
     def finish(self) -> list[list[str]]:
-        """The hash of each file's bytes."""
+        """Return the hash of each file's bytes."""
         codes = wait(self.processes, timeout_s=300)
         assert not any(codes) and self._output.read_text() == "", self._output.read_text()
         return [json.loads(found.read_text()) for found in self._found]

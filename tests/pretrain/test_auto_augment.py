@@ -1,5 +1,5 @@
-"""timm's names give timm's policies, and what is drawn has the distributions that timm
-documents."""
+"""Policies with timm's names are timm's policies, and draws have the distributions in timm's
+documentation."""
 
 import random
 
@@ -79,8 +79,8 @@ def test_a_strength_is_timms_function_of_the_magnitude(
 
 
 def test_the_distributions_of_rand_m9_mstd05_inc1() -> None:
-    """15 operations alike, each applied with probability 1/2; the magnitude is normal (9, 0.5), cut
-    off at 10."""
+    """15 equally likely operations, each applied with probability 1/2. The magnitude is normal (9,
+    0.5), clipped at 10."""
     count = 40_000
     plan = draw_plan(parse_policy("rand-m9-mstd0.5-inc1"), draws_of(count))
     assert plan.operations_LB.shape == (2, count)
@@ -92,7 +92,7 @@ def test_the_distributions_of_rand_m9_mstd05_inc1() -> None:
     angle = plan.strengths_LB[plan.operations_LB == Operation.ROTATE]
     magnitude = np.abs(angle) / 3
     assert abs((angle > 0).mean() - 0.5) < 0.03
-    # A normal (9, 0.5) cut off at 10: median 9, 2.3 % at 10, 15.9 % below 8.5.
+    # A normal (9, 0.5) clipped at 10: median 9, 2.3 % at 10, 15.9 % below 8.5.
     assert abs(np.median(magnitude) - 9) < 0.03 and magnitude.max() == 10
     assert abs((magnitude == 10).mean() - 0.0228) < 0.01
     assert abs((magnitude < 8.5).mean() - 0.1587) < 0.02
@@ -128,7 +128,8 @@ def test_weighted_choice_is_without_repetition_and_by_weight() -> None:
 
 
 def test_a_chain_is_applied_whole() -> None:
-    """ShearX of v0 stands only before Rotate (0.2, 0.6) and, never applied, before Solarize."""
+    """In v0, ShearX precedes only Rotate (0.2, 0.6) and Solarize, before which it is never
+    applied."""
     plan = draw_plan(parse_policy("v0"), draws_of(60_000))
     sheared = plan.operations_LB[0] == Operation.SHEAR_X
     assert abs(sheared.mean() - 0.2 / 25) < 0.0015

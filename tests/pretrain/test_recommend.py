@@ -1,5 +1,5 @@
-"""`pretrain recommend`: whatever the data and the machine, its configs are good; what a user has edited
-stays; a mistake is a line."""
+"""The configs of `pretrain recommend` are valid for any data and machine. A user's edits stay, and
+mistakes are one-line errors."""
 
 import re
 import shlex
@@ -24,12 +24,12 @@ from tests.data_prep.stock import web
 from tests.errors import printed_errors
 from tests.pretrain.checkpoints.tiny import card_of
 
-pytestmark = pytest.mark.processes  # `data_prep build` is one
+pytestmark = pytest.mark.processes  # `data_prep build` starts processes
 MLP = MlpSpec(kind="mlp", depth=1, width=12)
 
 
 def of_size(shapes: Path, count: int, *, judged: str | None = "val") -> Data:
-    """As if its training split had so many pictures."""
+    """Return the data as if its training split had `count` images."""
     manifest = load_manifest(shapes)
     train = manifest.splits["train"]
     shard = train.shards[0].model_copy(update={"num_samples": count})
@@ -84,7 +84,7 @@ def test_choices_are_a_good_config_whatever_the_data_and_the_machine(
 
 
 def reasoned(template: str, values: dict[str, object]) -> str:
-    """The config, whose every setting has a reason behind it, all in one column."""
+    """Return the config, after checking that every setting has a reason in an aligned comment."""
     config = recipe.render(template, values)
     settings = [line for line in config.splitlines() if not line.endswith(":")]
     assert len({line.rindex("  # ") for line in settings if "w: #1" not in line}) == 1
@@ -94,8 +94,8 @@ def reasoned(template: str, values: dict[str, object]) -> str:
 
 @pytest.fixture
 def photos(tmp_path: Path, monkeypatch: Patch) -> Path:
-    """JPEG, PNG and WebP of several sizes, nested, with one broken and one that is no picture; no
-    splits."""
+    """A folder of JPEG, PNG and WebP in several sizes, nested, without splits, with a damaged image
+    and a text file."""
     files = {"cat/broken.jpg": encoded(picture(seed=99))[:200], "dog/notes.txt": b"mine"}
     for number in range(60):
         image = picture(seed=number, width=40 + 3 * number, height=70)
@@ -137,14 +137,14 @@ def test_pictures_become_a_dataset_and_a_config_that_stays_as_it_is_edited(
     assert check_against_data(data, model=one.model, train=one.train, schedule=one.schedule) > 0
 
     before = config.read_bytes()
-    assert main(words) == 0  # typed twice
+    assert main(words) == 0  # the same command again
     assert (
         "runs/my-photos.yaml: unchanged\nnext: pretrain train runs/my-photos.yaml\n"
         in capfd.readouterr().out
     )
     config.write_text(config.read_text().replace("100 epochs", "7 epochs"))
     edited = config.read_bytes()
-    # the dataset is as good as the images
+    # the dataset replaces the images
     assert main(["recommend", "data/my-photos", "--no-timing"]) == 0
     assert "(train.duration: 7 epochs, was 100 epochs)" in capfd.readouterr().out
     assert config.read_bytes() == edited != before

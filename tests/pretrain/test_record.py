@@ -42,7 +42,7 @@ def test_a_record_names_its_parents_and_survives_a_move_and_a_second_start(tmp_p
     write_record(trained, "pretrain", first, seed=1, weights=None)
     write_record(tuned, "tune", RecordSettings(), seed=2, weights=checkpoints[0])
     write_record(probed, "probe", PLACE, seed=None, weights=checkpoints[1])
-    write_record(probed, "probe", first, seed=9, weights=None)  # as a resume does
+    write_record(probed, "probe", first, seed=9, weights=None)  # like a resume
     runs.rename(tmp_path / "moved")
     moved = tmp_path / "moved"
     assert read_record(moved / "trained") == RunRecord(

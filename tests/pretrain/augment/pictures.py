@@ -1,4 +1,4 @@
-"""Pictures and batches for the tests of the augmentation."""
+"""Images and batches for the tests of the augmentation."""
 
 from typing import Any
 
@@ -21,7 +21,8 @@ def pictures(count: int, size: int, *, seed: int = 0) -> Tensor:
 
 
 def hard_pictures(height: int, width: int) -> NDArray[np.uint8]:
-    """Noise, slopes, flat ones, black, white, little contrast, extremes only: (9, H, W, 3)."""
+    """Return nine difficult images, shape (9, H, W, 3): noise, slopes, flat, black, white, low
+    contrast, extremes."""
     generator = np.random.Generator(np.random.Philox(5))
     y, x = np.mgrid[:height, :width]
     gray = generator.integers(0, 256, (height, width, 1))

@@ -1,5 +1,5 @@
-"""The whole chain: independent of rank, batch and resume, in timm's order, in the type that the
-model takes."""
+"""The complete augmentation: independent of rank, batch and resume, in timm's order, in the model's
+dtype."""
 
 from dataclasses import replace
 
@@ -41,8 +41,8 @@ RESIZED = AugmentSettings(
 
 @pytest.mark.parametrize(
     ("settings", "tolerance"),
-    # Of 255. Without MixUp (whose lerp may be rounded otherwise in a vector's tail) whole levels
-    # are the same bit for bit.
+    # Tolerance in levels of 255. Without MixUp (whose lerp may round differently in a vector's
+    # tail) integer levels are bit-identical.
     [
         (PAPER_A, 1e-3),
         (PAPER_A.model_copy(update={"mixup_alpha": 0.0}), 0.0),
@@ -99,7 +99,7 @@ def test_no_number_is_drawn_twice() -> None:
 
 
 def test_the_order_is_crop_then_erase_then_mix() -> None:
-    """Erased pixels are exactly 0 after normalizing, and are mixed afterwards."""
+    """Erased pixels are exactly 0 after normalization, and are mixed afterwards."""
     settings = AugmentSettings(
         flip_probability=0.0, erase_probability=1.0, erase_mode="const", mixup_alpha=0.8
     )
@@ -124,7 +124,7 @@ def test_the_order_is_crop_then_erase_then_mix() -> None:
 
 
 def test_auto_augment_fills_with_the_mean_color() -> None:
-    """Level 9 of translations leaves bars of it."""
+    """Translations of level 9 leave bars of this color."""
     mean = (0.2, 0.4, 0.6)
     settings = AugmentSettings(flip_probability=0.0, auto_augment="rand-m10-n1-p1-inc1")
     stored = torch.full((400, 16, 16, 3), 255, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Crops against torchvision, PIL and OpenCV on the same boxes."""
+"""Crops compared with torchvision, PIL and OpenCV on the same boxes."""
 
 import cv2
 import numpy as np
@@ -57,13 +57,13 @@ def test_crop_resize_and_flip_equal_torchvision(size: int, cubic: NDArray[np.boo
         expected = reference.horizontal_flip(expected) if boxes.flip[number] else expected
         torch.testing.assert_close(
             ours[number], expected.clamp(0, 255), rtol=0, atol=2e-3
-        )  # of 255
+        )  # levels of 255
 
 
 @pytest.mark.parametrize("size", [8, 13, 32, 48])
 def test_levels_equal_pils_within_one(size: int) -> None:
-    """PIL's weights have 22 bits, ours 15: a value near a half can be rounded to the other side.
-    Two calls resize the width first, because Pillow 13 can resize the height first."""
+    """PIL's weights have 22 bits, ours 15: values near .5 may round differently. Two calls resize
+    the width first, because Pillow 13 can resize the height first."""
     stored = hard_pictures(32, 32)
     boxes, cubic = some_boxes(len(stored), 32), np.arange(len(stored)) % 3 == 0
     ours = resample_levels(torch.from_numpy(stored), boxes, size=size, cubic=cubic).numpy()
@@ -83,15 +83,14 @@ def test_levels_equal_pils_within_one(size: int) -> None:
 
 @pytest.fixture(scope="module")
 def compiled() -> None:
-    """Compile before the clock of the first test starts: numba has no cache in a new environment."""
+    """Compile before the first test's clock starts: numba has no cache in a new environment."""
     on_cpu.crop(pictures(1, 8), whole_boxes(1, 8), size=8, area=True)
 
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("stored", [32, 40, 64, 96, 100])
 def test_area_equals_opencvs_within_one_level(stored: int) -> None:
-    """On whole pictures and on boxes, of which one side may be enlarged and the other shrunk: by
-    torch and by numba."""
+    """Complete images, and boxes with one enlarged and one shrunk side, by torch and by numba."""
     pictures_ = torch.from_numpy(hard_pictures(stored, stored))
     for boxes in (whole_boxes(len(pictures_), stored), some_boxes(len(pictures_), stored)):
         by_torch = resample(pictures_, boxes, size=64, area=True)
@@ -114,8 +113,7 @@ def test_area_equals_opencvs_within_one_level(stored: int) -> None:
 @pytest.mark.parametrize("cubic", [False, True])
 @pytest.mark.parametrize("size", [8, 24, 96])
 def test_fixed_point_sums_are_exact_in_any_order(size: int, cubic: bool) -> None:
-    """float32 has all that float64 has, so no order of summation on any device gives another
-    level."""
+    """All sums are exact in float32, so the order of summation never changes a level."""
     boxes, pixels = some_boxes(50, 64), pictures(50, 64).flatten(2).float()
     weights = axis_weights(
         torch.from_numpy(boxes.top).float(),
@@ -127,7 +125,7 @@ def test_fixed_point_sums_are_exact_in_any_order(size: int, cubic: bool) -> None
         fixed_point=True,
     )
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones(50, size), rtol=0, atol=1e-3)
-    # The largest sum that any order can meet on its way.
+    # the largest intermediate sum of any order
     assert (weights.abs().double() @ pixels.double()).max() * 2**15 <= 2**24
     assert torch.equal((weights @ pixels).double(), weights.double() @ pixels.double())
 
@@ -162,7 +160,7 @@ def test_a_box_that_fits_nowhere_is_the_largest_in_the_middle() -> None:
 
 @pytest.mark.parametrize("aspect", [0.001, 0.4, 0.75, 1.5, 2.5, 60.0])
 def test_boxes_of_a_squashed_image_are_those_of_the_image_itself(aspect: float) -> None:
-    """Area, ratio, and the center if none fits, as torchvision draws them in an image of that
+    """Area, ratio, and the center crop if none fits, as torchvision draws them for an image of that
     shape."""
     scale, ratio = [0.08, 1.0], [3 / 4, 4 / 3]
     settings = AugmentSettings(crop_scale=(0.08, 1.0), flip_probability=0)

@@ -1,4 +1,4 @@
-"""Random erasing against a loop over pictures and blocks, and against timm's distributions."""
+"""Random erasing compared with a loop over images and blocks, and with timm's distributions."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_erasing_equals_a_loop(mode: EraseMode, count: int) -> None:
 
 
 def test_blocks_have_timms_shapes() -> None:
-    """Share of the erased area and of the erased pictures, against timm's own generator."""
+    """Fractions of the erased area and of the erased images, compared with timm's generator."""
     torch.manual_seed(0)
     theirs = RandomErasing(probability=0.4, mode="const", device="cpu")
     erased = theirs(torch.ones(3000, 1, SIZE, SIZE)).eq(0).float().mean(dim=(1, 2, 3)).numpy()
@@ -73,7 +73,7 @@ def test_several_blocks_share_the_area() -> None:
 
 
 def test_noise_is_splitmix64_and_normal() -> None:
-    """The key's sequence as the counter module has it, and the moments of a normal distribution."""
+    """The counter module's sequence for the key, and the moments of a normal distribution."""
     keys = np.array([1, -5, 2**62], np.int64)
     noise = normal_noise(torch.from_numpy(keys), 200_000).numpy()
     golden = np.uint64(0x9E3779B97F4A7C15)

@@ -1,4 +1,4 @@
-"""The feed hands out the augmented batches of the loader, in order, and ends its threads."""
+"""The feed returns the loader's batches augmented and in order, and ends its threads."""
 
 import itertools
 import threading
@@ -74,7 +74,7 @@ def test_each_picture_is_mixed_with_the_one_before_it_in_the_global_batch_on_any
             and torch.equal(others, labels.roll(1))
             and len(set(weight.tolist())) == 1
         )
-        if way == "mixup_alpha":  # as FFCV does it: images[i] and images[i - 1]
+        if way == "mixup_alpha":  # FFCV's pairing: images[i] and images[i - 1]
             torch.testing.assert_close(
                 images, weight[0] * own + (1 - weight[0]) * own.roll(1, 0), rtol=0, atol=1e-5
             )

@@ -1,4 +1,4 @@
-"""MixUp and CutMix against timm's Mixup given the same lambdas and boxes, and their
+"""MixUp and CutMix compared with timm's Mixup for the same lambdas and boxes, and their
 distributions."""
 
 import numpy as np
@@ -19,7 +19,7 @@ def drawn(settings: AugmentSettings, *, pairs: int, size: int = SIZE) -> Mix:
 
 
 def timm_order(count: int) -> list[int]:
-    """timm pairs i with count - 1 - i; we pair 2j with 2j + 1."""
+    """Return our pairs (2j, 2j + 1) in timm's order, which pairs i with count - 1 - i."""
     return [*range(0, count, 2), *range(count - 1, 0, -2)]
 
 
@@ -32,7 +32,7 @@ def test_mixing_equals_timms_on_the_same_lambdas_and_boxes(monkeypatch: pytest.M
     assert 8 < cut.sum() < 32 and ((mix.blend < 1) & ~cut).sum() >= 8
 
     theirs = timm_mixup.Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, mode="pair")
-    # CutMix with weight 1 has an empty box: timm skips it, and so do we.
+    # A CutMix box is empty for weight 1: timm and our code skip it.
     lambdas = mix.weight[::2].astype(np.float32)
     monkeypatch.setattr(theirs, "_params_per_elem", lambda pairs: (lambdas.copy(), cut[::2]))
     boxes = iter(
@@ -52,7 +52,7 @@ def test_mixing_equals_timms_on_the_same_lambdas_and_boxes(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("size", [24, 7])
 def test_boxes_are_timms(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """For the same center and lambda, the box and the corrected lambda of timm."""
+    """The same center and lambda give timm's box and timm's corrected lambda."""
     settings = AugmentSettings(cutmix_alpha=1.0)
     mix = drawn(settings, pairs=300, size=size)
     pairs = Draws((3, np.repeat(np.arange(300), 2)))
@@ -79,7 +79,7 @@ def test_how_often_which_way() -> None:
     cut = (mix.bottom > mix.top) & (mix.right > mix.left)
     assert not (blended & cut).any()
     assert abs(blended.mean() - 0.6 * 0.75) < 0.01
-    assert abs(cut.mean() - 0.6 * 0.25) < 0.01  # a box of no pixels is rare
+    assert abs(cut.mean() - 0.6 * 0.25) < 0.01  # boxes without pixels are rare
     assert (mix.weight[~blended & ~cut] == 1).all()
 
 
@@ -87,15 +87,15 @@ def test_how_often_which_way() -> None:
     ("field", "alpha"), [("mixup_alpha", 0.8), ("mixup_alpha", 0.2), ("cutmix_alpha", 1.0)]
 )
 def test_lambda_is_beta_distributed(field: str, alpha: float) -> None:
-    """Beta(a, a): mean 1/2, variance 1 / (4 (2 a + 1)). CutMix's square, before the border cuts it,
-    has the share 1 - lambda."""
+    """Beta(a, a) has mean 1/2 and variance 1 / (4 (2 a + 1)). CutMix's square has the area fraction
+    1 - lambda before clipping."""
     mix = drawn(AugmentSettings(**{field: alpha}), pairs=20_000, size=200)
     share = mix.weight
     if field == "cutmix_alpha":
         whole = (mix.top > 0) & (mix.left > 0) & (mix.bottom < 200) & (mix.right < 200)
         side = np.sqrt(1 - share[whole]) * 200
         assert whole.sum() > 3000 and np.allclose(side, np.round(side), atol=1e-6)
-        assert 0.5 < share.mean() < 0.8  # the border makes boxes smaller
+        assert 0.5 < share.mean() < 0.8  # clipping makes boxes smaller
     else:
         assert (
             abs(share.mean() - 0.5) < 0.01 and abs(share.var() - 1 / (4 * (2 * alpha + 1))) < 0.005
@@ -107,8 +107,8 @@ def test_lambda_is_beta_distributed(field: str, alpha: float) -> None:
     [{"mixup_alpha": 0.8}, {"cutmix_alpha": 1.0}, {"mixup_alpha": 0.8, "cutmix_alpha": 1.0}],
 )
 def test_the_weight_is_the_share_of_the_pictures_own_pixels(alphas: dict[str, float]) -> None:
-    """Neighbors of all 0 and all 1: the mean of a picture says what it is made of, and its label's
-    weight says the same."""
+    """Neighbors are all 0 and all 1: an image's mean is its mixing fraction, and must equal its
+    label's weight."""
     augmentation = make(AugmentSettings(flip_probability=0.0, **alphas), size=SIZE)
     stored = torch.zeros(200, SIZE, SIZE, 3, dtype=torch.uint8)
     stored[1::2] = 1

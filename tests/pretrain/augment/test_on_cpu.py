@@ -1,5 +1,5 @@
-"""The CPU's compiled augmentation against `resample`, torchvision and plain arithmetic; what it
-refuses; where its code is kept."""
+"""The compiled CPU augmentation compared with `resample`, torchvision and plain arithmetic; its
+errors, and the place of its cache."""
 
 import errno
 import os
@@ -27,8 +27,8 @@ MEAN, SCALE = (120.0, 110.0, 100.0), (0.02, 0.017, 0.025)
 
 
 def random_boxes(count: int, stored: int, *, seed: int = 1) -> Boxes:
-    """Whole pixels, any size from one to the whole picture; the first is the whole picture, the
-    last its last pixel."""
+    """Return boxes of integer pixels and any size. The first is the complete image, the last its
+    last pixel."""
     generator = np.random.Generator(np.random.Philox(seed))
     height, width = (generator.integers(1, stored + 1, count).astype(np.float64) for _ in range(2))
     height[0] = width[0] = stored
@@ -41,7 +41,7 @@ def random_boxes(count: int, stored: int, *, seed: int = 1) -> Boxes:
 
 
 def plain_mix(cropped: Tensor, weights: NDArray[np.float64] | None) -> Tensor:
-    """MixUp and normalization in float64, picture by picture."""
+    """Return MixUp and normalization in float64, image by image."""
     values = cropped.double()
     if weights is not None:
         values = torch.stack(
@@ -98,8 +98,8 @@ def test_mixed_and_normalized(stored: int, size: int, mixed: bool) -> None:
 
 
 def test_ties_round_to_even() -> None:
-    """255 * 257 = 65535 is beyond bfloat16's 8 bits; 257 lies halfway between 256 and 258, 259
-    between 258 and 260."""
+    """257 is halfway between bfloat16's 256 and 258; 259 is halfway between 258 and 260. 255 * 257
+    = 65535 exceeds 8 bits."""
     images = torch.full((1, 2, 2, 3), 1, dtype=torch.uint8)
     ours = crop_mix_normalize(
         images,
@@ -132,8 +132,8 @@ def test_pictures_need_not_be_contiguous(spread: str) -> None:
 
 
 def test_bytes_behind_the_pictures_do_not_matter() -> None:
-    """The loads reach past a row's last pixel: what lies there must not show, nor be read past the
-    end of the memory."""
+    """The loads reach past a row's last pixel: these bytes must not matter, and stay inside the
+    memory."""
     boxes, size = random_boxes(2, 6), 5
     around = torch.zeros((4, 6, 6, 3), dtype=torch.uint8)
     around[1:3] = pictures(2, 6)
@@ -229,8 +229,8 @@ for stored, size in ((1, 1), (1, 5), (2, 1), (3, 2), (9, 40), (16, 2), (33, 32),
 
 
 def crop_elsewhere(folder: Path, **settings: str) -> None:
-    """Runs EDGES in a process of its own, with a copy of the source in `folder`, and no way to keep
-    files at home."""
+    """Run EDGES in a separate process with a copy of the source in `folder` and an unwritable home
+    directory."""
     shutil.copy(on_cpu.__file__, folder / "on_cpu.py")
     home = folder / "home"
     home.touch()
@@ -248,11 +248,11 @@ def crop_elsewhere(folder: Path, **settings: str) -> None:
 
 @pytest.mark.processes
 def test_it_works_where_no_cache_can_be_written(tmp_path: Path) -> None:
-    """A file stands where numba would make its directory, beside the source and at home: no rights
-    get past that.
+    """A file blocks numba's cache directory next to the source and in the home directory, even for
+    root.
 
-    This copy has its indices checked, as the real one has not: the loads that reach beyond a
-    picture stay in its spare bytes.
+    This copy checks its indices (the real one does not): loads past an image stay in its spare
+    bytes.
     """
     (tmp_path / "__pycache__").touch()
     crop_elsewhere(tmp_path, NUMBA_BOUNDSCHECK="1")

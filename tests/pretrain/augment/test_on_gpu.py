@@ -1,6 +1,6 @@
-"""The GPU's kernels against the plain forms: in Triton's interpreter, in a process that has
-imported nothing else of Triton's; and compiled for a GPU that is not there. The whole augmentation
-on `cuda` under fake tensors, which have shapes and no device.
+"""The GPU's kernels compared with the plain code: in Triton's interpreter, in a process without
+other Triton imports. Compilation for a GPU that is absent. The complete augmentation on `cuda` with
+fake tensors, which have shapes and no device.
 """
 
 import os
@@ -29,7 +29,7 @@ PREVIOUS = AREA.model_copy(update={"mixup_pairing": "ffcv"})
 
 
 def crops() -> None:
-    """Floats as on_cpu and `resample` and float64 mixing have them; levels bit for bit."""
+    """Compare floats with `resample` and float64 mixing, and levels bit for bit."""
     for stored, size, area in (
         (64, 64, False),
         (72, 64, True),
@@ -80,12 +80,12 @@ def crops() -> None:
 
 
 def recipes() -> None:
-    """`prepare` and `plain` as a GPU has them. The interpreter cuts to bfloat16 where a GPU rounds:
-    one of the last bit."""
+    """Compare `prepare` with `plain` as on a GPU. The interpreter truncates to bfloat16, a GPU
+    rounds: a difference of one last bit."""
     for settings in (FLOATS, AREA, PREVIOUS, RESIZED, PAPER_A):
         dtype = torch.bfloat16 if settings is AREA else torch.float32
         batch = batch_of(pictures(6, 20), np.arange(6))
-        if settings.mixes_previous:  # one image more than is asked for
+        if settings.mixes_previous:  # one additional image
             batch = replace(batch, mix_keys=batch.mix_keys[1:])
         plain, ours = (make(settings, normalization=COLORS, dtype=dtype) for _ in range(2))
         plain._on_cpu = plain._in_one_pass = False
@@ -113,8 +113,8 @@ def recipes() -> None:
 def interpreted(name: str) -> int:
     from triton.runtime.interpreter import InterpretedFunction
 
-    # a function of ours that a kernel calls is interpreted as it is; to patch the language for each
-    # call anew takes minutes
+    # functions that a kernel calls are interpreted directly, because patching the language for each
+    # call takes minutes
     InterpretedFunction.__call__ = lambda self, *args, **how: self.rewrite()(*args, **how)  # type: ignore[method-assign]
     globals()[name]()
     return 0
@@ -163,7 +163,7 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_there(
     made = triton.compile(
         source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": not levels}
     )
-    # whole levels hang on sums that are not fused with products; bfloat16 is rounded to nearest
+    # integer levels need sums without fused products; bfloat16 rounds to nearest
     assert ("fma.rn" in made.asm["ptx"], "cvt.rn.bf16" in made.asm["ptx"]) == (
         not levels,
         not levels,

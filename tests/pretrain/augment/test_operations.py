@@ -1,9 +1,9 @@
-"""Every operation against timm's on PIL pictures, and whole drawn plans against timm's operations
-one after the other.
+"""Every operation compared with timm's on PIL images, and drawn plans compared with sequences of
+timm's operations.
 
-Equal bit for bit, but for gray: Pillow-SIMD rounds it one level off Pillow (and us) in 0.2 % of
-colors. That moves COLOR by at most one level there, and the mean brightness that CONTRAST starts
-from by at most one.
+The results are bit-identical except for gray: Pillow-SIMD differs from Pillow (and our code) by one
+level in 0.2 % of colors. The difference changes COLOR, and CONTRAST's mean brightness, by at most
+one level.
 """
 
 import numpy as np
@@ -27,7 +27,7 @@ NAMES = {
     "TRANSLATE_X": "translate_x_rel",
     "TRANSLATE_Y": "translate_y_rel",
 }
-"""timm's functions whose names differ from ours."""
+"""Functions of timm with other names."""
 TIMM = {
     operation: getattr(timm_operations, NAMES.get(operation.name, operation.name.lower()))
     for operation in Operation
@@ -65,7 +65,7 @@ def theirs(
     strengths = [] if operation <= Operation.INVERT else [strength]
     if Operation.POSTERIZE <= operation <= Operation.SOLARIZE_ADD:
         strengths = [int(strength)]
-    if operation is Operation.POSTERIZE and strengths[0] < 1:  # an error in Pillow 13
+    if operation is Operation.POSTERIZE and strengths[0] < 1:  # Pillow 13 has an error
         return np.zeros_like(picture)
     return np.asarray(TIMM[operation](Image.fromarray(picture), *strengths, **how))
 
@@ -104,8 +104,8 @@ def test_an_operation_equals_timms(operation: Operation, height: int, width: int
 
 
 def test_autocontrast_of_every_range() -> None:
-    """All levels cut off to [low, high]: where 255 / (high - low) is not a float, the last bit
-    decides about a level."""
+    """All levels clipped to [low, high]. If 255 / (high - low) is not a float, the last bit decides
+    about a level."""
     levels = np.arange(256, dtype=np.uint8).reshape(16, 16, 1).repeat(3, axis=2)
     ranges = [
         (low, low + width)
@@ -146,17 +146,16 @@ def test_a_drawn_plan_equals_timms_operations_one_after_the_other(policy: str) -
                     picture, Operation(operation), plan.strengths_LB[layer, row], **how
                 )
         exact += bool((found[row] == picture).all())
-        # Where gray was rounded otherwise, a later SOLARIZE or EQUALIZE can carry one level far:
-        # few values, no more.
+        # After other rounding of gray, a later SOLARIZE or EQUALIZE can change a level a lot, but
+        # few pixels have such a level.
         assert (found[row] != picture).mean() < 0.02, (row, plan.operations_LB[:, row])
     assert exact > 0.8 * len(stored)
 
 
 @pytest.mark.parametrize("size", [32, 96])
 def test_the_policy_for_cifar_is_torchvisions(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """All 25 chains, drawn by us and carried out by torchvision, which shifts a picture where we
-    shift the place that is looked at. Its strengths are float32: where a product is a whole number,
-    they may fall on its other side.
+    """All 25 chains drawn by our code and applied by torchvision, which shifts the image in the
+    opposite direction. Its float32 strengths may round to another integer.
     """
     stored = np.concatenate([pictures(250, size).numpy(), hard_pictures(size, size)])
     draws, layers = draws_of(len(stored)), np.arange(2)

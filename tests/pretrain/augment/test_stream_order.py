@@ -1,10 +1,10 @@
-"""What crosses streams is held to an order, without a GPU: a recorder stands for torch's streams,
-events and tensors of a device.
+"""Check the order of work on CUDA streams without a GPU: a recorder replaces torch's streams,
+events and device tensors.
 
-It keeps, for each stream and for the host, which pieces of work are known to be done (by events
-that were waited for); memory that is touched by whoever does not know that, a copy from memory that
-is not pinned, and a tensor of another stream that is not handed over (`record_stream`) are errors.
-Work on the device runs at once, so the values are those of the CPU.
+For each stream and the host, it records the work that is known to be finished (by waiting for
+events). Access to memory before its work is known to be finished is an error. Other errors are
+copies from memory that is not pinned, and use of another stream's tensor without `record_stream`.
+Device work runs at once, so values equal the CPU's.
 """
 
 import itertools
@@ -31,8 +31,8 @@ numbers = itertools.count()
 
 
 class Stream:
-    """Also the host, as `HOST`. `known`: numbers of work that is done before whatever this one does
-    next."""
+    """A stream, or the host as `HOST`. `known`: numbers of the work that is finished before its
+    next work."""
 
     def __init__(self, device: object = None):  # noqa: ARG002
         self.device, self.known, self.last = GPU, set[int](), -1
@@ -79,8 +79,8 @@ class Event:
 
 
 class Recorded(torch.Tensor):
-    """`place`: pinned or cuda; `written`: the work that made it; `home`: the stream whose allocator
-    has its memory."""
+    """A tensor. `place`: pinned or cuda; `written`: the work that wrote it; `home`: the stream that
+    allocated it."""
 
     place: str
     written: int
@@ -130,7 +130,7 @@ class Recorded(torch.Tensor):
             first = used[0]
             if (
                 by is HOST or plain(made).data_ptr() == plain(first).data_ptr()
-            ):  # a view, or what the host makes
+            ):  # a view, or host memory
                 made.__dict__.update(first.__dict__)
             else:
                 made = Recorded.of(made, "cuda", by)
@@ -154,7 +154,7 @@ def copied(source: Recorded, target: Recorded) -> Recorded:
 
 
 def touch(tensor: Recorded, by: Stream) -> None:
-    """Raises by hand: pytest would print the tensor of an `assert`, which touches it."""
+    """Check an access. No `assert`, because pytest would print the tensor, which is an access."""
     if tensor.written not in by.known:
         raise AssertionError(
             f"{tensor.place} memory is used before who made it is known to be done"
@@ -189,7 +189,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Augmentation:
-    """As much of one as streams can see."""
+    """The part of an augmentation that uses streams."""
 
     device = GPU
 
@@ -215,7 +215,7 @@ def train(reader: ShardReader) -> None:
         for positions in itertools.islice(plan.sequence(consumed=0, rank=1), 6):
             asked, prepared, given = Moment(GPU), next(feed).prepared, Moment(GPU)
             loss = prepared.images_BCHW.mean() + prepared.labels_B.float().mean()
-            # what the model's stream waits for lies between the two moments
+            # the model's stream waits between the two moments
             written = prepared.images_BCHW.written  # type: ignore[attr-defined]
             assert [written in each.event.known for each in (asked, given)] == [False, True]
             exchange, (_, samples) = (

@@ -1,5 +1,5 @@
-"""A checkpoint appears whole or not at all, wherever the writer dies; what is damaged is never
-loaded."""
+"""A checkpoint appears complete or not at all, wherever the writer dies. Damaged checkpoints are
+never loaded."""
 
 import errno
 import hashlib
@@ -79,7 +79,7 @@ def test_what_is_saved_is_what_is_restored(tmp_path: Path) -> None:
 
 
 class Crash(BaseException):
-    """Stands for the end of the process: nothing may catch it and go on."""
+    """The end of the process: no code may catch it and continue."""
 
 
 OPERATIONS = [
@@ -96,7 +96,7 @@ def crashing(original: Any, tick: Callable[[], bool]) -> Any:
     def wrapped(first: Any, *arguments: Any, **options: Any) -> Any:
         if not tick():
             return original(first, *arguments, **options)
-        if original is RMTREE and Path(first).is_dir():  # it dies amid the work
+        if original is RMTREE and Path(first).is_dir():  # the crash interrupts the removal
             next(path for path in sorted(Path(first).rglob("*")) if path.is_file()).unlink()
         if original is WRITE_TENSORS:
             Path(first).write_bytes(b"half")
@@ -111,8 +111,8 @@ RMTREE, WRITE_TENSORS = shutil.rmtree, files.write_tensors
 def test_a_crash_between_any_two_file_operations_leaves_the_newest_published_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dies at the n-th operation, for every n, while a checkpoint is published that is the best,
-    and the best before goes."""
+    """For every n, crash at the n-th operation of publishing the best checkpoint and removing the
+    previous best."""
     for crash_at in range(200):
         run_dir = tmp_path / str(crash_at)
         save(run_dir, 1, best=Best(1, 0.5))
@@ -209,7 +209,7 @@ def submitted(
 
 
 def saver_of(run_dir: Path, *, world: World, every: int, timeout_s: float = 600.0) -> Saver:
-    """Of a training of 999 steps that keeps one checkpoint and the best."""
+    """Return the saver of a run of 999 steps that keeps one checkpoint and the best."""
     settings: Any = SimpleNamespace(
         run_dir=run_dir,
         checkpoint=CheckpointSettings(every=f"{every} steps", keep_last=1, keep_best=True),
@@ -229,7 +229,7 @@ def saver_of(run_dir: Path, *, world: World, every: int, timeout_s: float = 600.
         ((0.5, 0.6, 0.7, 0.4), (20, 30), 0, [10, 40], Best(10, 0.5)),
         ((0.5, 0.7, 0.6, 0.1), (20,), 0, [10, 40], Best(10, 0.5)),
         ((0.5, 0.7, 0.6, 0.8), (20,), 0, [40], Best(40, 0.8)),
-        # 30 is skipped while 20 is written, so it is no best
+        # step 30 is skipped while 20 is written, so it cannot be the best
         ((0.5, 0.6, 0.9, 0.7, 0.1), (), 20, [20, 50], Best(20, 0.6)),
     ],
 )
@@ -242,8 +242,8 @@ def test_a_best_that_was_not_written_costs_no_other_best(
     left: list[int],
     best: Best,
 ) -> None:
-    """Some steps are refused by the disk, and one is slow. best.json names the best checkpoint that
-    exists, and the next checkpoint replaces a failed one."""
+    """The disk rejects some steps, and one step is slow. best.json names the best existing
+    checkpoint, and the next checkpoint replaces a failed one."""
     go_on, really = threading.Event(), files.publish
 
     def publish(run_dir: Path, snapshot: Snapshot) -> int:
@@ -271,8 +271,7 @@ def test_a_best_that_was_not_written_costs_no_other_best(
 def test_the_event_log_is_synced_before_a_checkpoint_appears(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A resume logs only the steps after its checkpoint: events of earlier steps must have
-    survived, too."""
+    """A resume logs only the steps after its checkpoint: earlier events must be on disk, too."""
     journal, fsync, lines_at_rename, rename = (
         tmp_path / "tracking" / "journal.jsonl",
         os.fsync,
@@ -288,9 +287,7 @@ def test_the_event_log_is_synced_before_a_checkpoint_appears(
             synced = journal.read_bytes()
 
     def noted_rename(source: Any, target: Any) -> None:
-        rename(
-            source, target
-        )  # raises if an earlier directory is to be moved away and there is none
+        rename(source, target)  # raises if no earlier directory exists
         lines_at_rename.append((Path(target).name, synced.count(b"loss")))
 
     journal.parent.mkdir()
@@ -306,10 +303,11 @@ def test_the_event_log_is_synced_before_a_checkpoint_appears(
 
 
 def waits(world: World, folder: str) -> list[Any]:
-    """What each rank finds where one reads or writes for longer than any collective may.
+    """Return each rank's results while another rank reads or writes for longer than a collective
+    may.
 
-    The first rank verifies, the second loads; then `finish`, on a disk that is slow, and on one
-    that refuses.
+    The first rank verifies, the second loads. Then `finish` runs on a slow disk and on a disk that
+    is full.
     """
     torch.distributed.init_process_group("gloo")
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
@@ -350,8 +348,8 @@ def test_ranks_wait_for_one_that_reads_or_writes_longer_than_any_collective_may_
 
 
 def disagree(world: World, folder: str) -> list[str]:
-    """What each rank reports where each has a run_dir of its own: with another checkpoint of that
-    step, then with none."""
+    """Return each rank's error if the ranks have separate run directories: first other bytes for
+    the same step, then no checkpoint on rank 1."""
     torch.distributed.init_process_group("gloo")
     said = []
     for place in ("other bytes", "only the first"):
@@ -373,8 +371,8 @@ def test_ranks_that_do_not_see_the_same_checkpoint_do_not_train(tmp_path: Path) 
 
 
 class SlowDisk:
-    """Takes what is written at once, and brings it to disk at 1,000 bytes/s of the clock that hangs
-    are judged by."""
+    """A disk that accepts data at once, and flushes 1,000 bytes/s of the clock that detects
+    hangs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now_s, self.longest_stall_s, self._on_disk = 1000.0, 0.0, dict[int, int]()
@@ -407,7 +405,7 @@ def test_a_disk_that_is_slow_is_no_hang(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_is_read_at_a_resume_reports_its_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two tensors, each as long as ten pieces that are hashed, and as twenty that are loaded."""
+    """Two tensors, each of ten hashed pieces and twenty loaded pieces."""
     tensors = {name: torch.arange(1000.0) for name in ("a", "b")}
     digest = WRITE_TENSORS(tmp_path / "t", tensors)
     (tmp_path / "sha256.json").write_text(json.dumps({"t": digest}))
@@ -424,8 +422,8 @@ def test_what_is_read_at_a_resume_reports_its_progress(
 def test_a_file_system_that_refuses_costs_a_checkpoint_and_not_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file in the place of the directory stops root, too. The next checkpoint replaces one that
-    could not be written."""
+    """A file in place of the directory blocks even root. The next checkpoint replaces a failed
+    one."""
     taken = tmp_path / "checkpoints"
     taken.write_text("")
     log = Log()
@@ -442,7 +440,7 @@ def test_a_file_system_that_refuses_costs_a_checkpoint_and_not_the_run(
     taken.unlink()
     writer.submit(Snapshot(state(3), TrainerState(3, 48), CARD))
     writer.finish()
-    assert steps(tmp_path) == [3]  # in place of 1 and 2
+    assert steps(tmp_path) == [3]  # instead of 1 and 2
 
 
 def test_a_run_does_not_end_well_without_its_last_checkpoint(
@@ -574,7 +572,7 @@ def test_damage_falls_back_to_the_one_before(
         monkeypatch.setenv(name, "2")
     assert (
         restored(tmp_path)[1].step == 1 and capsys.readouterr().err == ""
-    )  # the first rank alone tells
+    )  # only the first rank reports
 
 
 def test_training_never_silently_starts_over(tmp_path: Path) -> None:
@@ -585,7 +583,7 @@ def test_training_never_silently_starts_over(tmp_path: Path) -> None:
         Checkpoint.newest(tmp_path)
     assert (
         Checkpoint.open(tmp_path).directory == path
-    )  # the weights are whole, and that is all that later stages need
+    )  # later stages need only the weights, which are complete
     (path / "model.safetensors").write_bytes(b"")
     with fails("damaged", str(tmp_path), kind=CheckpointError):
         Checkpoint.open(tmp_path)
@@ -601,7 +599,7 @@ def test_weights_that_were_copied_without_their_hashes_are_read(tmp_path: Path) 
 
 
 def test_an_abandoned_future_is_pruned_and_the_newest_stays(tmp_path: Path) -> None:
-    """100 is good, 200 is damaged, training went on from 100: 150 must not fall victim to 200."""
+    """Step 100 is good, 200 is damaged, and training resumed from 100: pruning must keep 150."""
     save(tmp_path, 100)
     (save(tmp_path, 200) / "model.safetensors").write_bytes(b"")
     save(tmp_path, 150, keep_last=1)

@@ -1,4 +1,4 @@
-"""Folders of weights: what is saved is what is loaded, by us and by timm, and only whole."""
+"""Folders of weights: our loader and timm's load the saved weights, and only complete folders."""
 
 import json
 import re
@@ -74,7 +74,7 @@ def test_a_checkpoint_of_a_run_is_such_a_folder_and_timm_gives_it_a_new_head(
     path = snapshot.place(tmp_path)
     assert (
         len({file.stat().st_mode for file in path.iterdir()}) == 1
-    )  # whoever may read one may read all
+    )  # all files have the same permissions
     ours = load_model(Checkpoint.open(tmp_path))
     theirs = timm.create_model(f"local-dir:{path}", pretrained=True, num_classes=9)
     images = torch.randn(2, 3, 16, 16)

@@ -1,4 +1,4 @@
-"""A remote is as complete as a run directory, at whatever moment a process dies."""
+"""A remote is as complete as a run directory whenever a process dies."""
 
 import json
 import shutil
@@ -53,7 +53,7 @@ def settings_of(run_dir: Path, store: Path, **more: Any) -> PretrainSettings:
 
 
 class Node:
-    """A machine with a disk of its own, on which a run begins or resumes."""
+    """A machine with its own disk, on which a run begins or resumes."""
 
     def __init__(self, disk: Path, store: Path, *, world: World = FIRST, **more: Any):
         self.run_dir, self.log = disk / "run", Log()
@@ -79,7 +79,7 @@ class Node:
 
 
 def complete(store: Path) -> list[int]:
-    """Return the steps from which a start could resume."""
+    """Return the steps from which a run could resume."""
     found = [
         path.parent for path in sorted((store / "checkpoints").glob("step-*[0-9]/sha256.json"))
     ]
@@ -208,7 +208,7 @@ def test_a_crash_between_any_two_writes_leaves_the_newest_complete_checkpoint(
         newest = Checkpoint.newest(other.run_dir)
         assert newest is not None and step_of(newest.directory) == max(complete(store))
         journal = other.run_dir / "tracking/journal.jsonl"
-        if step_of(newest.directory) == 2:  # its event log was uploaded before it
+        if step_of(newest.directory) == 2:  # the event log was uploaded first
             assert journal.read_bytes() == b"line\n" * 2
         delivered = other.run_dir / "tracking/delivered.json"
         assert not delivered.exists() or journal.stat().st_size >= 10
@@ -237,7 +237,7 @@ def test_damage_in_the_remote_falls_back_and_is_uploaded_again(tmp_path: Path) -
     save(other.run_dir, 2)
     Uploader(other.remote, Retention(2), other.log)._upload_all()
     assert complete(store) == [1, 2]
-    for place in list_checkpoints(other.run_dir):  # and the other way round
+    for place in list_checkpoints(other.run_dir):  # now the local copies are damaged
         (place / "model.safetensors").write_bytes(b"")
     found = other.remote.newest()
     assert found is not None and fault_of(found.directory, needed=FILES) is None
@@ -263,7 +263,7 @@ def test_another_runs_remote_is_refused(tmp_path: Path) -> None:
     save(other.run_dir, 7)
     with fails("exists", "checkpoint.remote"):
         Node(tmp_path / "c", store)
-    with fails("exists", "checkpoint.remote"):  # began before the first run did
+    with fails("exists", "checkpoint.remote"):  # this run began before the other one
         Remote(other.run_dir, f"file://{store}", {}).upload(list_checkpoints(other.run_dir)[0])
     assert steps(other.run_dir) == [7] and complete(store) == [1]
 
@@ -333,7 +333,8 @@ def test_a_stopped_run_waits_for_the_bucket_until_its_deadline(
 
 
 def agreed(world: World, folder: str, store: str, given: list[list[int]]) -> list[str]:
-    """What each of two nodes has once all have agreed; each begins with checkpoints of its own."""
+    """Return each node's checkpoints after two nodes, which begin with different ones, have
+    agreed."""
     torch.distributed.init_process_group("gloo")
     node = World(world.rank, 0, world.num_ranks)
     found = Remote.of(settings_of(Path(folder) / str(world.rank), Path(store)))

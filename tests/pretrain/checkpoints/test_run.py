@@ -1,4 +1,4 @@
-"""Whose a run directory is."""
+"""The owner of a run directory."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def another_run(words: str) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def first_checkpoint(tmp_path: Path) -> Path:
-    """Without one, what was begun in a directory binds nobody."""
+    """A directory without a checkpoint accepts other settings."""
     path = tmp_path / "checkpoints" / "step-00000001"
     path.mkdir(parents=True)
     return path
@@ -76,8 +76,7 @@ def test_a_setting_that_is_gone_is_named(tmp_path: Path) -> None:
 def test_a_run_goes_on_where_the_same_pictures_lie_now(
     shapes: Path, other_shapes: Path, tmp_path: Path
 ) -> None:
-    """The order, and with it the run, was that of a place: the same bytes elsewhere were
-    refused."""
+    """The same images in another directory give the same order and continue the run."""
 
     def on(dataset: Path, *also: Path) -> PretrainSettings:
         data = {
@@ -133,8 +132,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_leaves_its_place_to_other_
 def test_a_run_is_found_by_any_spelling_of_its_place_and_resumes_with_its_own_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_checkpoint: Path, place: str
 ) -> None:
-    """A run's place is not one of its settings; `train RUN` needs none of the overrides that the
-    run was begun with."""
+    """The place of a run is not a setting. `train RUN` needs none of its original overrides."""
     begun, place = settings_with(depth=3), place.format(here=tmp_path)
     run = Path(
         shutil.copytree(first_checkpoint.parents[1], tmp_path / ".." / f"{tmp_path.name}-run")
@@ -168,7 +166,7 @@ DAMAGES = {"cut": b'{"a": [', "bytes": b"\xff\xfe", "empty": b"", "a list": b"[]
 def test_a_damaged_record_of_a_run_is_named_with_the_remedy(
     tmp_path: Path, first_checkpoint: Path, name: str, damage: str
 ) -> None:
-    """The user sees one line, not a traceback; a config that binds nobody yet is replaced."""
+    """The user sees one line instead of a traceback. A config without a checkpoint is replaced."""
     (tmp_path / CONFIG_FILE).write_text(dump(settings_with()))
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
@@ -240,7 +238,7 @@ def test_an_output_is_known_by_its_record_and_is_alone_in_its_directory(tmp_path
 def test_an_evaluation_is_known_by_its_facts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_checkpoint: Path
 ) -> None:
-    asked: Any = None  # its settings do not count
+    asked: Any = None  # settings do not matter
     record, facts = tmp_path / "evaluation.json", {"num_views": 2}
     assert not check_settings(tmp_path, asked, facts)
     record.write_text("{")

@@ -1,4 +1,4 @@
-"""What a checkpoint is of."""
+"""The card and settings of tiny checkpoints."""
 
 from pretrain.checkpoints.card import ModelCard
 from pretrain.models.spec import AnySpec

@@ -1,5 +1,5 @@
-"""A sample that turns out unreadable while training: stood in for alike by every world, named once,
-left out of scores; too many end the run, on all ranks at the same step.
+"""Samples that are unreadable during training: every world uses the same substitutes, names each
+sample once, and ignores them in scores. Too many end the run on all ranks at the same step.
 """
 
 import json
@@ -30,7 +30,8 @@ def dataset(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damaged(shapes: Path, out: Path, samples: Iterable[int], split: str = "train") -> Path:
-    """240 JPEGs in shards of 50, some of them overwritten after they were packed."""
+    """Return a dataset of 240 JPEGs in shards of 50, with some of them overwritten after the
+    build."""
     packed(f"{shapes}-images", out, "samples_per_shard=50", "encoding=jpeg")
     for sample in samples:
         shard = load_manifest(out).split(split).shards[sample // 50]
@@ -48,7 +49,7 @@ def reader(dataset: Path) -> ShardReader:
 def epoch_of(
     reader: ShardReader, *, ranks: int, log: Path | None = None
 ) -> dict[int, tuple[torch.Tensor, int]]:
-    """(picture, label) that training saw in the place of each sample."""
+    """Return the (image, label) that training used for each sample."""
     plan, order = BatchPlan(60, 60 // ranks, ranks), Order(reader.num_samples, 2)
     found, num_bad = {}, 0
     for rank in range(ranks):
@@ -78,14 +79,14 @@ def test_every_world_trains_on_the_same_stand_ins_with_their_labels(reader: Shar
         )
     for sample in BAD:
         same = [other for other in good if torch.equal(whole[other], one[sample][0])]
-        assert len(same) == 1 and same[0] // 50 == sample // 50  # of the same shard
+        assert len(same) == 1 and same[0] // 50 == sample // 50  # in the same shard
         assert one[sample][1] == reader.labels[same[0]]
 
 
 def replaced(
     reader: ShardReader, bad_samples: BadSamples, *, sample: int
 ) -> tuple[np.ndarray, torch.Tensor]:
-    """(what is shown in its place, its picture)"""
+    """Return the substitute's number and its image."""
     ids, batch = (
         np.array([sample]),
         torch.empty(1, reader.stored_size, reader.stored_size, 3, dtype=torch.uint8),

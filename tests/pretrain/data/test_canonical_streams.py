@@ -1,5 +1,5 @@
-"""`data.canonical_streams`: every epoch is exact, every world trains on the same batches, and a node
-reads, fetches and stages the shards of its own streams only."""
+"""The setting `data.canonical_streams`: every epoch is exact, and every world trains on the same
+batches. A node reads, fetches and stages only the shards of its own streams."""
 
 import itertools
 from collections import Counter
@@ -90,7 +90,7 @@ def test_one_stream_is_the_order_without_streams(local: Path) -> None:
 
 
 def batches_of_world(order: Line, plan: BatchPlan, *, first: int, end: int) -> list[set[int]]:
-    """Samples of the global batches, from the parts of all ranks, which must not overlap."""
+    """Return the samples of the global batches; the ranks' parts must not overlap."""
     batches = []
     for batch in range(first, end):
         parts = [
@@ -127,7 +127,7 @@ def test_all_worlds_train_on_the_same_batches_also_after_a_resume_on_other_nodes
 
 
 def shards_read(data: TrainingData, plan: BatchPlan, ranks: range) -> set[int]:
-    """Numbers of the shards of all samples that these ranks see in three epochs."""
+    """Return the numbers of the shards that these ranks read in three epochs."""
     order, found = order_of(data), set[int]()
     for rank in ranks:
         for batch in range(3 * data.num_samples // BATCH):
@@ -177,7 +177,7 @@ def test_the_shards_of_a_node_are_those_that_its_ranks_read(
 def test_a_node_fetches_its_part_of_a_remote_dataset_once(
     stock: Path, nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each simulated node has two ranks and a cache of its own, over HTTP."""
+    """Each simulated node has two ranks and its own cache, over HTTP."""
     forget_credentials(monkeypatch)
     monkeypatch.setattr("pretrain.data.loader.LOOK_AHEAD", 2 * BATCH)
     with web(stock) as (address, server), ExitStack() as stack:

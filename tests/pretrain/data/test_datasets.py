@@ -1,5 +1,4 @@
-"""What a run trains on: several datasets as one, with one list of classes, one hash and one set of
-statistics."""
+"""Several datasets as one training set with one class list, one hash and one set of statistics."""
 
 import json
 import shutil
@@ -27,7 +26,7 @@ def folder_dataset(root: Path, counts: dict[str, int], *, size: int = 16) -> Pat
 
 @pytest.fixture(scope="module")
 def animals(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(ant, bee, cat) and (bee, dog): they share a class."""
+    """Two datasets, (ant, bee, cat) and (bee, dog), with a common class."""
     root = tmp_path_factory.mktemp("animals")
     return (
         folder_dataset(root / "one", {"ant": 12, "bee": 9, "cat": 7}),
@@ -82,7 +81,7 @@ def test_statistics_are_those_of_the_pictures_as_they_are_drawn(animals: tuple[P
     pixels = []
     for directory, times in zip(
         animals, (3 * 19, 28 * 3 * 3), strict=True
-    ):  # so often that the shares are 1 to 3
+    ):  # repeated, so that the fractions are 1 to 3
         images = opened(directory)
         values = images.images(np.arange(images.num_samples)).double().view(-1, 3) / 255
         pixels.append((values, times))
@@ -139,7 +138,7 @@ def test_a_run_trains_on_a_mixture_and_judges_the_first(
 
 
 def test_a_dataset_that_is_named_twice_comes_in_two_orders(shapes: Path) -> None:
-    """Else each picture would stand beside itself, and MixUp mix it with itself."""
+    """Otherwise each image would be next to its copy, and MixUp would mix both."""
     again = MixedDataset(dataset=str(shapes))
     data = load_training_data(DataSettings(dataset=str(shapes), extra_datasets=(again,)))
     assert data.classes == data.parts[0].manifest.classes
@@ -179,7 +178,7 @@ def test_classes_that_are_but_numbers_are_not_taken_for_each_other(
 
 @pytest.fixture(scope="module")
 def kept(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same pictures in files of their own sizes, made for 24 px."""
+    """The same images in files of different sizes, for 24 px."""
     return packed(
         f"{shapes}-images",
         tmp_path_factory.mktemp("kept") / "kept",

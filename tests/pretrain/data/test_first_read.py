@@ -1,4 +1,4 @@
-"""A byte that is flipped in a shard after the build ends a run, and no shard is hashed twice."""
+"""A byte that changes in a shard after the build ends a run. No shard is hashed twice."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def dataset(shapes: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of what is hashed."""
+    """Return the names of hashed files."""
     found: list[str] = []
 
     def counted(path: Path) -> str:
@@ -48,14 +48,14 @@ def parts_of(dataset: Path) -> tuple[Part, ...]:
 
 
 def flip(dataset: Path) -> None:
-    """A bit of a picture, which decodes as before."""
+    """Flip a bit of an image that decodes before and after."""
     data = bytearray((dataset / FLIPPED).read_bytes())
     data[700] ^= 1
     (dataset / FLIPPED).write_bytes(data)
 
 
 def hash_all(parts: tuple[Part, ...], run_dir: Path, *, ranks: int = 1) -> None:
-    """As a start of the run does, rank by rank."""
+    """Hash the shards rank by rank, like the start of a run."""
     for rank in range(ranks):
         thread = FirstRead(
             parts, run_dir=run_dir, world=World(rank, rank, ranks), device=torch.device("cpu")
@@ -132,8 +132,8 @@ def test_what_was_hashed_where_it_arrived_is_not_hashed_again(
 
 
 def hash_with_only_one_staged(world: World, dataset: str, folder: str) -> list[str]:
-    """The names of the shards that this rank hashes. Rank 0 stands for a node that has staged them,
-    rank 1 for another node."""
+    """Return the names of the shards that this rank hashes. Rank 0 is a node that has staged them,
+    rank 1 another node."""
     from pretrain.engine.deepspeed import start_distributed
 
     device, parts, run_dir = (
@@ -166,7 +166,7 @@ def test_a_shard_that_cannot_be_read_is_named_and_a_memory_that_cannot_be_writte
     dataset: Path, tmp_path: Path
 ) -> None:
     parts, before = parts_of(dataset), files_of(dataset)
-    (tmp_path / "run").write_bytes(b"")  # no directory: nothing can be remembered
+    (tmp_path / "run").write_bytes(b"")  # not a directory: nothing can be stored
     hash_all(parts, tmp_path / "run")
     (dataset / FLIPPED).unlink()
     with fails("unreadable", str(dataset / FLIPPED)):

@@ -1,4 +1,4 @@
-"""`crop=full`: stored squares whose original shape evaluation and random crops follow, as timm's do
+"""`crop=full`: evaluation and random crops use the original shape of the stored squares, like timm
 on the original files."""
 
 import io
@@ -37,7 +37,7 @@ def smooth(width: int, height: int) -> Image.Image:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The third file is stored on its side."""
+    """Image files, the third rotated by EXIF."""
     pictures = {}
     for number, (width, height) in enumerate(SHAPES):
         exif = Image.Exif()
@@ -81,7 +81,7 @@ def test_evaluation_sees_what_timm_sees_of_the_files(
     keys = [key for _, key in reader.names(np.arange(5))]
     order = [keys.index(str(path.relative_to(files))) for path in paths]
     found = augmentation.plain(batch).images_BCHW[order]
-    assert (found - expected).abs().mean() < 0.02  # of a standard deviation
+    assert (found - expected).abs().mean() < 0.02  # in standard deviations
     without = augmentation.plain(
         type(batch)(batch.images_BHWC, batch.labels_B, *[batch.epochs] * 3)
     ).images_BCHW[order]

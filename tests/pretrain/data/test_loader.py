@@ -1,7 +1,7 @@
-"""The loader gives each rank its slice of the one sequence, from any position, and leaves no thread
-behind.
+"""The loader gives each rank its slice of the same sequence from any position, and leaves no
+threads.
 
-Memory on loan is never handed out while anybody can see it, and handed out again when nobody can.
+Memory is reused only after nothing refers to it.
 """
 
 import gc
@@ -24,7 +24,7 @@ from tests.pretrain.data.tiny import loaded
 def samples_of(
     reader: ShardReader, *, ranks: int, local: int, consumed: int, steps: int, threads: int = 1
 ) -> list[int]:
-    """The samples of `steps` global batches of 24, in the order of their positions."""
+    """Return the samples of `steps` global batches of 24, in the order of their positions."""
     plan, order = BatchPlan(24, local, ranks), Order(reader.num_samples, 9)
     rows: dict[tuple[int, int, int], list[int]] = {}
     for rank in range(ranks):
@@ -46,7 +46,7 @@ def test_every_world_and_thread_count_reads_or_resumes_the_same_sequence_and_lea
     straight = samples_of(reader, ranks=1, local=24, consumed=0, steps=20)
     monkeypatch.setattr(
         "pretrain.data.loader.SMALLEST_GATHER", 1000
-    )  # so that several threads share a batch
+    )  # several threads share a batch
     assert sorted(straight[:240]) == list(range(240))
     for ranks, local, threads in [(2, 12, 1), (3, 4, 4), (4, 2, 2)]:
         assert (
@@ -84,7 +84,7 @@ def test_evaluation_reads_every_sample_once_on_uneven_worlds(reader: ShardReader
 
 
 class FarAway:
-    """Stands for a reader of remote shards; reads only what has been asked for last."""
+    """A remote reader that reads only the samples of the last request."""
 
     is_remote, decodes, stored_size = True, False, 1
 
@@ -120,11 +120,11 @@ def test_a_rank_of_any_world_asks_for_its_remote_shards_before_it_reads(
         for _ in range(steps):
             next(batches)
     assert 1 <= len(far.asked) <= 1 + (steps + 1) * ranks * local / (LOOK_AHEAD / 2)
-    assert len(far.asked[0]) >= 2 * plan.global_batch_size  # the next step is on its way, too
+    assert len(far.asked[0]) >= 2 * plan.global_batch_size  # including the next step
 
 
 def test_the_first_batch_locates_only_its_own_samples() -> None:
-    """Locating a sample opens the index of its shard."""
+    """To locate a sample, the index of its shard must be open."""
     far, order = FarAway(), Order(10**8, 3, "none")
     with loaded(
         cast(ShardReader, far), order, BatchPlan(64, 64, 1), rank=0, num_threads=1, prefetch=1
@@ -135,8 +135,8 @@ def test_the_first_batch_locates_only_its_own_samples() -> None:
 
 
 def test_the_threads_work_alone_and_leave_the_main_thread_its_number(reader: ShardReader) -> None:
-    """Asked after torch has worked in the thread: it is then that a new thread takes the number of
-    the process."""
+    """The threads are checked after torch has worked in them, which gives a new thread the
+    process's number of threads."""
 
     def threads_of_torch(batch: Batch) -> int:
         assert int(batch.images_BHWC.long().sum()) > 0

@@ -1,5 +1,5 @@
-"""Shards of all sizes and in any number: read alike, in any order, without a file descriptor each
-and without reading ahead."""
+"""Any number of shards of any size gives the same samples in any order, without a file descriptor
+for each and without reading ahead."""
 
 import os
 import resource
@@ -44,8 +44,8 @@ def epoch_of(reader: ShardReader, *, ranks: int, threads: int) -> list[Batch]:
 def test_every_cut_into_shards_gives_every_rank_the_same_pictures(
     images: Path, tmp_path: Path, one_shard: ShardReader, samples_per_shard: int, encoding: str
 ) -> None:
-    """One picture a shard (more shards than a process may open files), uneven shards, a shard of
-    one picture at the end, and more ranks than shards."""
+    """One image per shard (more shards than file descriptors), uneven shards, a last shard of one
+    image, and more ranks than shards."""
     reader = opened(
         packed(
             images,

@@ -1,8 +1,8 @@
 """The order contract: every sample exactly once per epoch, the same global batches for every world,
-resume anywhere.
+and resume anywhere.
 
-Several datasets are one line: shares held in every stretch, each source in its own order. Random
-numbers are fixed for ever.
+Several datasets are one sequence with constant fractions, and each source has its own order. Random
+numbers never change.
 """
 
 import itertools
@@ -35,8 +35,8 @@ def test_permute_is_a_permutation_at_every_size(key: int) -> None:
 
 
 def test_keys_give_different_permutations_without_a_pattern() -> None:
-    """Over many keys every value comes to every place about equally often (chi-square against
-    uniform, 8 x 8 cells)."""
+    """Over many keys every value has every place about equally often (chi-square against uniform, 8
+    x 8 cells)."""
     size, keys = 8, 4000
     each_key = np.repeat(np.arange(keys, dtype=np.uint64), size)
     found = permute(np.tile(np.arange(size), keys), size=size, key=each_key).reshape(keys, size)
@@ -75,13 +75,13 @@ def test_block_shuffle_reads_few_blocks_at_a_time() -> None:
     order = Order(6400, 1, "block", 64, 4)
     _, samples = order.locate(np.arange(6400))
     for window in np.split(samples, 25):
-        # 4 blocks of 64 neighbors, shifted as one: at most 5 aligned blocks each
+        # 4 blocks of 64 neighbors, shifted together: at most 5 aligned blocks each
         assert len(np.unique(window // 64)) <= 8
 
 
 def test_every_world_resumed_anywhere_continues_the_one_sequence_of_positions() -> None:
-    """All batches up to 12, all worlds that divide them. (What stands at a position depends on
-    nothing else: see below.)"""
+    """All batch sizes up to 12 and all worlds that divide them. (Later tests check the samples at
+    each position.)"""
     for batch in range(1, 13):
         for ranks, local in worlds_of(batch):
             plan = BatchPlan(batch, local, ranks)
@@ -104,7 +104,7 @@ def test_every_world_resumed_anywhere_continues_the_one_sequence_of_positions() 
 
 
 def worlds_of(batch: int) -> list[tuple[int, int]]:
-    """(ranks, local batch size) of every way to cut a global batch."""
+    """Return (ranks, local batch size) for every division of a global batch."""
     cuts = range(1, batch + 1)
     return [
         (ranks, local)
@@ -131,7 +131,7 @@ def test_the_end_of_an_epoch_is_what_was_asked_for(shuffle: str) -> None:
                 assert len(here) == length
                 assert len(np.unique(here[:size])) == min(
                     size, length
-                )  # none twice before all have come
+                )  # no sample twice before all have been used
                 assert (
                     here[size:].tolist() == np.resize(here[:size], max(0, length - size)).tolist()
                 )
@@ -146,7 +146,7 @@ def test_what_is_dropped_changes_from_epoch_to_epoch() -> None:
 
 
 def test_the_order_of_this_version_is_this_order() -> None:
-    """A literal: a checkpoint made today must find the same order tomorrow."""
+    """A checkpoint of this version must find the same order in later versions."""
     assert permute(np.arange(10), size=10, key=1).tolist() == LITERAL_FULL
     assert Order(10, 1, "block", 3, 2).locate(np.arange(10))[1].tolist() == LITERAL_BLOCK
 
@@ -170,7 +170,7 @@ def test_every_stretch_holds_the_shares_to_within_the_number_of_sources(
     for start, end in itertools.combinations(range(0, 6001, 125), 2):
         counts = np.bincount(sources[start:end], minlength=len(weights))
         assert (np.abs(counts - shares * (end - start)) <= len(weights)).all(), (start, end)
-    for source in range(len(weights)):  # the n-th of a source stands at the n-th of its positions
+    for source in range(len(weights)):  # sample n of a source is at the source's position n
         assert places[sources == source].tolist() == list(range((sources == source).sum()))
 
 
@@ -204,7 +204,7 @@ def test_a_position_does_not_depend_on_what_else_is_asked_for() -> None:
 
 
 def test_numbers_of_a_long_run_over_large_datasets_stay_exact() -> None:
-    """Against Python's integers, at the end of 800 epochs of 14 million samples and more."""
+    """Compared with Python's integers after 800 epochs of 14 million samples and more."""
     weights = mixture_weights([None, None, None], [14_197_122, 1_281_167, 60_000])
     positions = np.arange(800 * 15_000_000, 800 * 15_000_000 + 50)
     _, places = mixture([10, 10, 10], weights).deal(positions)

@@ -1,4 +1,4 @@
-"""The examples of docs/python.md that need other trainers, in an environment of their own."""
+"""The examples of docs/python.md with other trainers, in a separate environment."""
 
 import os
 import re
@@ -21,7 +21,7 @@ UV = [sys.executable, "-m", "uv", "--quiet"]
 @pytest.mark.nightly
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_the_example_runs(trainer: str, shapes: Path, tmp_path: Path) -> None:
-    """Packages of ours come from this environment, all others without their dependencies."""
+    """Our packages come from this environment, all others without their dependencies."""
     python = tmp_path / "environment" / "bin" / "python"
     subprocess.run([*UV, "venv", "--python", sys.executable, python.parent.parent], check=True)
     install = [*UV, "pip", "install", "--no-deps", "--python", str(python)]

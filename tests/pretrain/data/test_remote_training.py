@@ -1,5 +1,5 @@
-"""Stock WebDatasets behind a network, trained on after `data_prep index`: what is read is what a
-local copy would give, within the bound of the cache, and credentials are written nowhere.
+"""Training on remote stock WebDatasets after `data_prep index` reads the samples of a local copy,
+respects the cache's limit, and writes no credentials.
 """
 
 import shutil
@@ -30,7 +30,7 @@ WHOLE = BatchPlan(12, 12, 1)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As stock WebDataset writers leave them: JPEGs and labels, in tars of about the same size."""
+    """Shards like stock WebDataset writers': JPEGs and labels in tars of similar size."""
     root = tmp_path_factory.mktemp("stock")
     for number in range(NUM_SHARDS):
         samples = [
@@ -69,7 +69,8 @@ def remote(server: tuple[str, Web], tmp_path: Path) -> Path:
 
 @pytest.fixture
 def far(remote: Path, tmp_path: Path) -> Iterator[Callable[..., ShardReader]]:
-    """A reader through a cache, which is new if none is given, with room for so many shards."""
+    """Return a function that opens a reader with a cache for `num_shards` shards, or with the given
+    cache."""
     with ExitStack() as stack:
 
         def open_reader(num_shards: int, *, store: ShardStore | None = None) -> ShardReader:
@@ -99,7 +100,7 @@ def test_what_is_read_through_a_small_cache_is_what_a_local_copy_gives(
         ) <= 3 * shard_bytes(tmp_path / "remote")
     assert (
         min(server[1].gets.values()) >= 1 and sum(server[1].gets.values()) > NUM_SHARDS
-    )  # some came twice: evicted
+    )  # evicted shards were fetched again
 
 
 def batches_of(
@@ -116,15 +117,15 @@ def test_shards_are_fetched_ahead_and_once(
     assert sorted(sample for batch in found[:8] for sample in batch) == list(range(96))
     assert list(server[1].gets.values()) == [1] * NUM_SHARDS
     again = far(99)
-    with few_files():  # fewer than shards and their indices
+    with few_files():  # fewer descriptors than shards and indices
         assert again.images(np.arange(96)).shape == (96, 16, 16, 3)
 
 
 def test_look_ahead_keeps_up_with_a_rank_that_reads_every_nth_sample(
     far: Callable[..., ShardReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many samples are located together: shards are let go on the way, and a few at a time
-    are enough."""
+    """Shards are released during look-ahead, so room for a few is enough for any number of located
+    samples."""
     monkeypatch.setattr("pretrain.data.loader.LOOK_AHEAD", 2 * PER_SHARD)
     monkeypatch.setattr("pretrain.data.store.WAIT_S", 3)
     found = batches_of(
@@ -138,7 +139,7 @@ def test_look_ahead_keeps_up_with_a_rank_that_reads_every_nth_sample(
 def test_training_and_evaluation_share_a_store_that_holds_either(
     far: Callable[..., ShardReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What one reader keeps for later makes room for what the other needs now."""
+    """Shards that one reader keeps for later are removed for the other reader's current shards."""
     monkeypatch.setattr("pretrain.data.store.WAIT_S", 3)
     readers = [far(4)]
     readers.append(far(4, store=readers[0]._store))
@@ -164,8 +165,8 @@ def test_a_cache_too_small_for_the_order_is_one_clear_error(
 def test_a_run_goes_on_from_disk_with_what_it_began_behind_http_and_back(
     folder: Path, remote: Path, tmp_path: Path
 ) -> None:
-    """The order was keyed by the manifest's hash, which covers addresses: the same shards on disk
-    trained otherwise, and the run refused them."""
+    """The order depends on the pixels' hash, not on addresses: the same run continues with local
+    and remote shards."""
     local = tmp_path / "local"
     assert index(local, f"{folder}/s-00*.tar", "name=of-the-disk") == 0
     assert load_manifest(local).pixels_hash == load_manifest(remote).pixels_hash
@@ -180,7 +181,7 @@ def test_a_run_goes_on_from_disk_with_what_it_began_behind_http_and_back(
     finish(start(config, run_dir, *words, ranks=1))
     whole = load_file(list_checkpoints(run_dir)[-1] / "model.safetensors")
     for dataset in (local, remote):
-        shutil.rmtree(list_checkpoints(run_dir)[-1])  # as if killed before the last one
+        shutil.rmtree(list_checkpoints(run_dir)[-1])  # as if killed before this checkpoint
         (run_dir / "result.json").unlink()
         assert "resuming from step-00000006" in finish(
             start(config, run_dir, *words, f"data.dataset={dataset}", ranks=1)

@@ -1,5 +1,5 @@
-"""Batches for other training loops: interrupted runs on any ranks and workers read the trainer's
-line of samples, exactly once and in its order."""
+"""Batches for other training loops: interrupted runs with any ranks and workers read the trainer's
+sequence exactly once and in order."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.processes,
     pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes"),
 ]
-SIZE = 33  # of 240: no number of ranks but 1 and 3 divides it, and a pass leaves 9 samples
+SIZE = 33  # only 1 and 3 ranks divide it; 9 of 240 samples remain in an epoch
 
 
 def batches_of(dataset: Path, ranks: tuple[int, int] = (0, 1), **more: Any) -> ShardBatches:
@@ -40,7 +40,7 @@ def batches_of(dataset: Path, ranks: tuple[int, int] = (0, 1), **more: Any) -> S
 
 
 def digest(batch: tuple[Tensor, Tensor]) -> list[str]:
-    """A word for each image and its label."""
+    """Return a hash for each image and its label."""
     return [
         hashlib.sha1(image.contiguous().numpy().tobytes()).hexdigest() + f" {label}"
         for image, label in zip(*batch, strict=True)
@@ -48,7 +48,7 @@ def digest(batch: tuple[Tensor, Tensor]) -> list[str]:
 
 
 def line_of(dataset: Path, count: int, *, consumed: int = 0) -> list[str]:
-    """The next batches of `pretrain` itself."""
+    """Return the next batches of `pretrain`."""
     order = load_training_data(DataSettings(dataset=str(dataset))).order(
         seed=5, global_batch_size=SIZE
     )
@@ -71,7 +71,7 @@ def loader_of(batches: ShardBatches, num_workers: int, kind: Any = ShardLoader) 
 
 
 def take(loader: Any, count: int) -> list[list[str]]:
-    """The next batches, over the ends of passes."""
+    """Return the next batches across the ends of epochs."""
     found: list[list[str]] = []
     while len(found) < count:
         found += map(digest, islice(loader, count - len(found)))
@@ -83,7 +83,7 @@ def take(loader: Any, count: int) -> list[list[str]]:
 def test_any_sequence_of_worlds_and_workers_reads_the_uninterrupted_line(
     salt: int, shapes: Path
 ) -> None:
-    """Each segment loses what its workers had read ahead, and the next begins in new objects."""
+    """Each segment loses its workers' read-ahead, and the next begins with new objects."""
     draws = random.Random(salt)
     segments = [(world, workers) for world in (1, 2, 3, 5) for workers in (0, 2, 4)]
     draws.shuffle(segments)
@@ -108,7 +108,7 @@ def test_a_plain_loader_needs_no_workers_and_may_have_none(shapes: Path) -> None
     loader = loader_of(batches_of(shapes), 0, DataLoader)
     found = joined(digest(batch) for _ in range(3) for batch in loader)
     assert len(loader) == 7 and found == line_of(shapes, 21)
-    for workers in (0, 2):  # a trainer that stops at the last batch, such as Lightning
+    for workers in (0, 2):  # a trainer such as Lightning stops at the last batch
         loader = loader_of(batches_of(shapes), workers)
         found = joined(digest(batch) for _ in range(3) for batch in islice(loader, len(loader)))
         assert found == line_of(shapes, 21)
@@ -120,7 +120,7 @@ def test_a_plain_loader_needs_no_workers_and_may_have_none(shapes: Path) -> None
 def test_torchdata_continues_with_its_own_state(num_workers: int, shapes: Path) -> None:
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     state, found = None, list[str]()
-    for count in (4, 3, 1, 9, 4):  # the second ends with the last batch of a pass
+    for count in (4, 3, 1, 9, 4):  # the second count ends with an epoch's last batch
         loader = loader_of(batches_of(shapes), num_workers, torchdata.StatefulDataLoader)
         if state is not None:
             loader.load_state_dict(state)
@@ -157,7 +157,7 @@ def test_unreadable_samples_have_the_stand_ins_of_the_trainer(shapes: Path, tmp_
 
 
 def test_a_resume_locates_no_earlier_sample(shapes: Path) -> None:
-    """After 10^15 samples, of which one each nanosecond would take eleven days."""
+    """10^15 earlier samples would take eleven days at one nanosecond each."""
     batches, epoch = batches_of(shapes), 10**15 // (7 * SIZE)
     consumed = (epoch * 7 + 2) * SIZE
     batches.load_state_dict(batches.state_dict() | {"epoch": epoch, "samples": consumed})
@@ -182,7 +182,7 @@ def test_states_of_others_are_mistakes(shapes: Path, other_shapes: Path) -> None
 
 
 def train(environment: dict[str, str], dataset: Path, place: Path, num_workers: int) -> None:
-    """A training of gloo's ranks, whose first one saves the state after each step of all ranks."""
+    """Train on gloo ranks. The first rank saves the state after each step."""
     os.environ.update(environment)
     distributed.init_process_group("gloo")
     rank, world = distributed.get_rank(), distributed.get_world_size()
@@ -205,7 +205,7 @@ def train(environment: dict[str, str], dataset: Path, place: Path, num_workers: 
 
 @pytest.mark.slow
 def test_killed_trainings_have_read_the_uninterrupted_line(shapes: Path, tmp_path: Path) -> None:
-    """SIGKILL of all ranks and their workers at any moment."""
+    """SIGKILL ends all ranks and their workers at any moment."""
     state = tmp_path / "state.json"
 
     def num_steps() -> int:

@@ -1,5 +1,5 @@
-"""Reading by number: equal to an independent decode of the tar, for every encoding; damage is one
-clear error."""
+"""Reading by number equals an independent decode of the tar for every encoding. Damage is a
+one-line error."""
 
 import io
 import shutil
@@ -18,7 +18,7 @@ from tests.pretrain.data.tiny import opened, packed
 
 
 def decoded(directory: Path, split: str) -> tuple[np.ndarray, list[int]]:
-    """Every sample in file order, by tarfile and PIL alone."""
+    """Return every sample in file order, read by tarfile and PIL only."""
     images, labels = [], []
     for path in sorted(directory.glob(f"{split}-*.tar")):
         with tarfile.open(path) as archive:

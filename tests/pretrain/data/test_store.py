@@ -1,5 +1,5 @@
-"""The store of shards: complete and verified or absent, one download on a node, never above its
-bound, whatever fails or dies."""
+"""The shard cache: copies are complete and verified or absent, a node downloads each once, and the
+size limit holds after any fault."""
 
 import gc
 import hashlib
@@ -239,7 +239,7 @@ def test_the_bound_holds_while_processes_walk_in_different_orders(
     sampled, runs = list[int](), True
     while runs:
         runs = any(walker.exitcode is None for walker in walkers.processes)
-        sampled.append(occupied(place))  # also after all have ended
+        sampled.append(occupied(place))  # also after the end
         time.sleep(0.002)
     assert walkers.finish() == [[file.sha256 for file in order] for order in orders]
     assert 2 * SIZE < max(sampled) <= room
@@ -260,7 +260,7 @@ def occupied(place: Path) -> int:
 def test_removals_follow_the_least_recently_used_order(
     place: Path, shards: list[File], seed: int
 ) -> None:
-    """Random holds and releases against a list in the order of use."""
+    """Random holds and releases, compared with a list in the order of use."""
     generator, room = random.Random(seed), 4
     held, unused = list[File](), list[File]()
     with closing(opened(place, room=room)) as ours:

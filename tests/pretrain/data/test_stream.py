@@ -1,6 +1,6 @@
-"""A stream gives what stock webdataset reads of the same list: every sample, its picture and its
-label; each rank its own shards, all ranks as many steps. What breaks is read again; what cannot be
-used is counted."""
+"""A stream gives stock webdataset's samples of the same list, with images and labels. Each rank
+reads its own shards, and all ranks take the same number of steps. Interrupted reads are retried;
+unusable samples are counted."""
 
 import gzip
 import itertools
@@ -51,7 +51,7 @@ def member(number: int, kind: str = "PNG") -> bytes:
 
 
 def shard(path: Path, numbers: range, *, label: str = "cls", ending: str = "png") -> Path:
-    """Of webdataset's own writer; the label is `number % CLASSES`."""
+    """Write a shard by webdataset's writer; the label is `number % CLASSES`."""
     samples = []
     for number in numbers:
         value = (
@@ -67,7 +67,7 @@ def shard(path: Path, numbers: range, *, label: str = "cls", ending: str = "png"
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve of seven samples each, and one of them as tar.gz."""
+    """Twelve shards of seven samples each, and one of them also as tar.gz."""
     folder = tmp_path_factory.mktemp("stream")
     for number in range(12):
         shard(folder / f"part-{number:02d}.tar", range(7 * number, 7 * number + 7))
@@ -100,7 +100,7 @@ def reading(
     log: Path | None = None,
     **more: Any,
 ) -> Iterator[tuple[Stream, Iterator[Batch]]]:
-    """The batches of a rank."""
+    """Open a rank's stream and its batches."""
     data, world = loaded(urls, **more), World(rank, rank, num_ranks)
     stream = Stream(data, seed=3, world=world, log=log)
     plan = BatchPlan(batch * num_ranks, batch, num_ranks)
@@ -120,7 +120,7 @@ def reading(
 
 
 def seen(batches: list[Batch]) -> list[tuple[int, bytes]]:
-    """(label, pixels) of every sample."""
+    """Return (label, pixels) of every sample."""
     return [
         (label, image.numpy().tobytes())
         for each in batches
@@ -129,7 +129,7 @@ def seen(batches: list[Batch]) -> list[tuple[int, bytes]]:
 
 
 def stock(urls: str | list[str], *, label: str = "cls", **how: Any) -> list[tuple[int, bytes]]:
-    """What webdataset itself reads and decodes."""
+    """Return the samples that webdataset reads and decodes."""
     found = list(webdataset.WebDataset(urls, shardshuffle=False, **how).decode("pil"))
     assert found
     pictures = [
@@ -174,7 +174,7 @@ def test_a_stream_without_shuffle_is_what_stock_webdataset_reads_in_its_order(
     with reading(urls, shuffle="none", label=label) as (stream, batches):
         found = seen(list(itertools.islice(batches, len(expected) // 7)))
         assert found == expected
-        again = list(itertools.islice(batches, len(expected) // 7))  # the shards begin anew
+        again = list(itertools.islice(batches, len(expected) // 7))  # the shards start again
         assert seen(again) == expected and all(each.num_bad == 0 for each in again)
         assert stream.names(np.array([0]))[0][1].startswith("some/folder/0")
 
@@ -217,12 +217,12 @@ def test_a_shuffled_stream_has_every_sample_is_the_same_again_and_another_from_a
     expected, orders = stock(urls), []
     for consumed in (0, 0, 42):
         with reading(urls, consumed=consumed, shuffle_buffer=20) as (_, batches):
-            orders.append(seen(list(itertools.islice(batches, 24))))  # two passes
+            orders.append(seen(list(itertools.islice(batches, 24))))  # two epochs
     assert orders[0] == orders[1] != orders[2]
     counts = Counter(orders[0])
     assert (
         set(counts) <= set(expected) and len(counts) > 75 and max(counts.values()) <= 3
-    )  # a lane may be a pass ahead
+    )  # a reader may be an epoch ahead
     assert orders[0][:84] != expected
 
 
@@ -274,7 +274,7 @@ def test_no_sample_behind_a_damaged_header_is_lost_unseen(
         start = tar.getmembers()[6].offset
     data[start] ^= 255
     bad.write_bytes(data if cut is None else data[: start + cut])
-    assert len(stock(str(bad))) == 3  # which says nothing of the other four
+    assert len(stock(str(bad))) == 3  # webdataset does not report the other four
     with (
         reading(str(bad), shuffle="none") as (_, batches),
         pytest.raises(remote.RemoteError, match=f"byte {start:,}"),
@@ -309,12 +309,12 @@ def test_what_cannot_be_used_is_noted_counted_and_replaced(tmp_path: Path) -> No
     ]
     mixed = [each for pair in itertools.zip_longest(good, bad) for each in pair if each]
     path, log = write_stock(tmp_path / "mixed.tar", mixed), tmp_path / "bad.jsonl"
-    with reading(str(path), shuffle="none", batch=8, log=log) as (_, batches):  # two passes
+    with reading(str(path), shuffle="none", batch=8, log=log) as (_, batches):  # two epochs
         first, second = next(batches), next(batches)
     assert (first.num_bad, second.num_bad) == (8, 10)  # good and bad samples alternate
     lines = [
         json.loads(line) for line in log.read_text().splitlines()
-    ]  # once for each, in whatever order threads finish
+    ]  # once for each, in any order of threads
     assert {line["key"]: line["reason"].partition(":")[0] for line in lines} == {
         "cut": "truncated", "unlabeled": "no_label", "beyond": "bad_label", "two": "several_images", "none": "no_image",
     }  # fmt: skip
@@ -341,13 +341,13 @@ def test_a_log_names_a_sample_once(tmp_path: Path, capsys: pytest.CaptureFixture
     from pretrain.data.reader import Unreadable
 
     log = BadSampleLog(tmp_path / "bad.jsonl")
-    for position in (3, 90):  # in every pass it stands elsewhere
+    for position in (3, 90):  # its position differs in each epoch
         log.note(Unreadable(0, position, "a.tar", "k", "cut"), 1, known_as=("a.tar", "k"))
     assert len((tmp_path / "bad.jsonl").read_text().splitlines()) == 1
     assert capsys.readouterr().err.count("\n") == 1
     log.note(
         Unreadable(0, 4, "a.tar", "k", "cut"), 1, known_as=4
-    )  # of another dataset, whose shards are called alike
+    )  # in another dataset with the same shard names
     assert len((tmp_path / "bad.jsonl").read_text().splitlines()) == 2
 
 
@@ -376,7 +376,7 @@ COMMANDS = {
     "sshpass -p hush-word ssh me@host cat a.tar": "sshpass",
     "'hush-word' a.tar": "command",
 }
-"""Command of a stream -> the program that records name."""
+"""Command of a stream -> the program in the record's name."""
 
 
 @pytest.mark.parametrize(("command", "program"), COMMANDS.items())

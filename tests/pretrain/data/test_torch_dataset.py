@@ -1,5 +1,4 @@
-"""Our shards as torch's datasets: the samples of the reader, by number, in workers and in whole
-shuffled batches."""
+"""Our shards as torch datasets: samples by number, in workers, and in shuffled batches."""
 
 from itertools import chain
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A packed dataset and the loader over it, for tests that name only what they are about."""
+"""A dataset and a loader with defaults for tests."""
 
 import resource
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ def opened(dataset: Path, split: str = "train", **how: Any) -> ShardReader:
 
 
 def loaded(reader: ShardReader, order: Line, plan: BatchPlan, **more: Any) -> Batches[Any]:
-    """The micro-batches of rank 0 from the beginning on, by two threads, as they are stored, but
-    for what `more` says."""
+    """Return rank 0's micro-batches from the beginning as stored, by two threads. `more` changes
+    these settings."""
     settings = {
         "rank": 0,
         "consumed": 0,
@@ -38,7 +38,7 @@ def loaded(reader: ShardReader, order: Line, plan: BatchPlan, **more: Any) -> Ba
 
 @contextmanager
 def few_files() -> Iterator[None]:
-    """This process may open no more than six files besides those that it has open."""
+    """Limit this process to six more open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 6, hard)

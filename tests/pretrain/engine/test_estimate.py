@@ -1,4 +1,4 @@
-"""`pretrain estimate`: numbers that can be worked out by hand, and what cannot be planned."""
+"""The numbers of `pretrain estimate` compared with numbers computed by hand, and its errors."""
 
 import math
 from dataclasses import replace
@@ -34,7 +34,8 @@ def on(plan: Plan, **speeds: float) -> Plan:
 
 
 def test_bytes_and_times_are_worked_out_by_hand() -> None:
-    """B-12/Wi-1024 has 124,843,998 weights, and as many MACs but for biases and norms."""
+    """B-12/Wi-1024 has 124,843,998 weights, and the same number of MACs without biases and
+    norms."""
     one, four = B12.training(0, 1), B12.training(1, 4)
     assert (one.num_ranks, four.num_ranks) == (4, 16)
     # weights, Lion's momentum, gradients
@@ -47,8 +48,8 @@ def test_bytes_and_times_are_worked_out_by_hand() -> None:
 def test_the_hours_of_a_config_are_its_floating_point_operations(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """B-12/Wi-1024 on winter21: 400 epochs of 11,060,223 images, in steps of 16,384, at 6 x
-    124.74 M operations an image."""
+    """B-12/Wi-1024 on winter21: 400 epochs of 11,060,223 images in steps of 16,384, with 6 x 124.74
+    M operations per image."""
     words = (
         "estimate configs/pretrain/imagenet21k_b12_wi1024_paper.yaml --samples 11060223"
         " --classes 10450 --image-size 64 --teraflops 100"
@@ -73,7 +74,7 @@ def test_a_config_without_its_dataset_says_which_options_help(
 
 
 def test_four_nodes_are_slower_than_one_for_a_model_of_few_operations() -> None:
-    """2.6 + 28.1 ms, of which little is hidden, against 10.2 ms."""
+    """A step takes 2.6 + 28.1 ms (little overlap) on four nodes, and 10.2 ms on one."""
     assert 1e3 * B12.step_s(1) == pytest.approx(10.2, abs=0.05)
     assert B12.best([1, 4]) == 1
     line = slower_than_fewer(B12, 4)
@@ -86,8 +87,8 @@ def test_four_nodes_are_slower_than_one_for_a_model_of_few_operations() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", get_args(Precision))
 def test_links_without_limit_and_work_without_weight(stage: Stage, precision: Precision) -> None:
-    """More nodes are never slower where links cost nothing, and never faster where computing does;
-    hiding saves no more than there is, and twice the speed of everything is half the time."""
+    """More nodes are never slower if links are free, and never faster if computing is free. Overlap
+    never exceeds compute or network time, and double speed halves the time."""
     for plan in (
         replace(each, stage=stage, precision=precision, micro_batch_size=micro)
         for each in (B12, MIXER)
@@ -98,7 +99,7 @@ def test_links_without_limit_and_work_without_weight(stage: Stage, precision: Pr
         times = [free.step_s(count) for count in counts]
         assert times == sorted(times, reverse=True) and free.best(counts) == 32
         slow = on(plan, teraflops=math.inf, gbit_per_s_inside=3600)
-        if plan.micro_batch_size is None or stage < 2:  # else fewer ranks reduce more often
+        if plan.micro_batch_size is None or stage < 2:  # otherwise fewer ranks reduce more often
             assert [slow.best(counts[:number]) for number in range(1, 7)] == [1] * 6
         for count in counts:
             once, twice = (
@@ -125,7 +126,7 @@ def test_accumulation_sends_more_at_stages_2_and_3_and_hides_less_at_stage_1() -
 
 
 def test_a_reduction_in_buckets_ends_when_its_last_bucket_does() -> None:
-    """Bucket by bucket, with a clock: the formula says it in one line."""
+    """A simulation bucket by bucket equals the formula."""
     for factor in (0.01, 0.5, 1, 2, 100):
         plan = on(B12, gbit_per_s=200 * factor, teraflops=30)
         compute_s, ring_s = plan.compute_s(4), 15 / 16 * 2 * NUM_WEIGHTS / (25e9 * factor)

@@ -39,7 +39,7 @@ def model() -> nn.Module:
 
 
 class Memory:
-    """Memory in the place of a trial step's, for at most this many samples."""
+    """Replace a trial step: memory for at most this many samples."""
 
     def __init__(self, num_samples: int):
         self.num_samples = num_samples
@@ -71,7 +71,7 @@ def test_the_batch_is_halved_until_it_fits_and_kept_with_the_run(
 ) -> None:
     settings, memory = settings_of(tmp_path, batch, augment=augment), Memory(room)
     monkeypatch.setattr(micro_batch, "run_trial_step", memory)
-    for _ in range(2):  # the second time nothing is tried
+    for _ in range(2):  # the second time without trials
         assert micro_batch_size(model(), settings=settings, **ALONE) == tried[-1]
         assert memory.tried == tried
     assert capsys.readouterr().out.count(f"is {tried[-1]} samples per rank") == 1
@@ -100,9 +100,9 @@ def test_a_trial_step_changes_nothing_and_its_own_errors_are_errors(tmp_path: Pa
 
 
 def refused_by_the_system(run_dir: Path) -> int:
-    """Run in a process of its own: return the size found below a limit on its memory."""
+    """Return the size found below a memory limit, in a separate process."""
     settings = settings_of(run_dir, 2**16, engine={"precision": "fp32", "zero_stage": 0})
-    fits(model(), 8, settings, 0, 8, torch.device("cpu"))  # libraries and threads are loaded
+    fits(model(), 8, settings, 0, 8, torch.device("cpu"))  # load libraries and start threads
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, resource.RLIM_INFINITY))
     return micro_batch_size(model(), settings=settings, **ALONE)
@@ -110,7 +110,7 @@ def refused_by_the_system(run_dir: Path) -> int:
 
 @pytest.mark.processes
 def test_a_real_refusal_of_memory_halves_the_batch(tmp_path: Path) -> None:
-    """Forward and backward of 2^16 images take at least 0.8 kB each for the images alone."""
+    """2^16 images take at least 0.8 kB each."""
     words = "from pathlib import Path; from tests.pretrain.engine import test_micro_batch as t"
     code = f"{words}; print(t.refused_by_the_system(Path({str(tmp_path)!r})))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""The loss that GPUs compile is the loss; the blocks that are compiled one by one are found in any
+"""The loss compiled for GPUs equals the plain loss. Blocks for compilation are found in any
 model."""
 
 import threading
@@ -34,7 +34,7 @@ def by_hand(
     share_B: Tensor | None,
     smoothing: float,
 ) -> Tensor:
-    """- sum of target x log softmax, the target written out, in float64."""
+    """Return the cross entropy, -sum(target x log softmax), in float64 with an explicit target."""
     target_BK = torch.zeros(x_BK.shape, dtype=torch.float64)
     for row, label in enumerate(labels_B.tolist()):
         target_BK[row, label] += 1.0 if share_B is None else float(share_B[row])
@@ -166,4 +166,4 @@ def test_tf32_is_left_behind_neither_for_others_nor_for_later() -> None:
     with working_in("fp32"):
         order.append(("fp32", seen()))
     assert order == [("step", {True}), ("augment", {False}), ("fp32", {False})]
-    assert [each.allow_tf32 for each in switches] == [False, True]  # as torch has them, unasked
+    assert [each.allow_tf32 for each in switches] == [False, True]  # torch's defaults

@@ -1,5 +1,5 @@
-"""Exact scores on any number of ranks, against a plain loop over the pictures; ReaL labels where a
-split has them."""
+"""Exact scores on any number of ranks, compared with a plain loop over the images, with ReaL labels
+if a split has them."""
 
 import shutil
 import signal
@@ -26,7 +26,7 @@ from tests.data_prep.test_verify import change_manifest
 from tests.errors import fails
 
 CLASSES = (4, 9, 0, 1, 7, 3, 2, 5)
-"""What the model calls the dataset's classes; 6 and 8 are not among them."""
+"""The model's numbers of the dataset's classes, without 6 and 8."""
 AUGMENTATION = Augmentation(
     AugmentSettings(),
     seed=0,
@@ -39,7 +39,7 @@ AUGMENTATION = Augmentation(
 
 @pytest.fixture(scope="module")
 def annotated(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With ReaL labels for val: a fifth of the bits; some pictures have none."""
+    """A copy with ReaL labels for val: a fifth of the bits; some images have none."""
     directory = shutil.copytree(shapes, tmp_path_factory.mktemp("real") / "shapes")
     bits = np.random.default_rng(0).random((72, 8)) < 0.2
     assert 0 < (~bits.any(axis=1)).sum() < 30
@@ -60,7 +60,7 @@ def classifier() -> nn.Module:
 
 
 def plain_scores(reader: ShardReader, model: nn.Module, bits: np.ndarray) -> Scores:
-    """One picture after the other."""
+    """Return the scores of a loop over single images."""
     rights, losses, real = [], [], []
     for sample, label in enumerate(reader.labels.tolist()):
         pixels = reader.images(np.array([sample])).permute(0, 3, 1, 2).float() / 255
@@ -84,7 +84,7 @@ def plain_scores(reader: ShardReader, model: nn.Module, bits: np.ndarray) -> Sco
 def test_scores_are_those_of_a_plain_loop_on_any_number_of_ranks(
     annotated: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, batch: int
 ) -> None:
-    """Ranks are threads here: their sums meet at a barrier."""
+    """Ranks are threads, whose sums meet at a barrier."""
     model, reader = classifier().requires_grad_(False), reader_of(annotated)
     bits = np.unpackbits(np.load(annotated / "val-real.npy"), axis=1, count=8).astype(np.bool_)
     expected, barrier, summed = (
@@ -129,7 +129,8 @@ def test_scores_are_those_of_a_plain_loop_on_any_number_of_ranks(
 def test_a_stop_lets_go_of_a_picture_that_never_comes(
     shapes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As behind a server that is gone: if its waits did not end, the thread would be waited for."""
+    """The image never arrives, as if its server is gone. The stop must end the wait, otherwise the
+    thread blocks the end."""
     reader, arrives, stop = reader_of(shapes), threading.Event(), StopFlag()
     stop.is_alone = True
     waited: list[bool] = []

@@ -1,5 +1,5 @@
-"""What a device can do: from its data sheet where its very name is there, else measured, or as the
-user says."""
+"""The peak of a device: from its data sheet by its exact name, otherwise measured or set by the
+user."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ def test_what_the_user_says_counts_first() -> None:
 
 
 def meter_of(*ends_s: float, peak_teraflops: float, wait_s: float = 0.0) -> Meter:
-    """Of steps that ended then, of which the first began at 100 s."""
+    """Return the meter after steps with these end times; the first step began at 100 s."""
     meter = Meter(
         global_batch_size=64, flops_per_image=3e9, peak_teraflops=peak_teraflops, device=CPU
     )
@@ -62,7 +62,7 @@ def meter_of(*ends_s: float, peak_teraflops: float, wait_s: float = 0.0) -> Mete
 def test_a_reading_holds_the_achieved_operations_against_the_peak() -> None:
     meter = meter_of(*(100 + step / 2 for step in range(1, 21)), peak_teraflops=0.768, wait_s=0.125)
     reading = {"train/loss": 2.0, "train/epoch": 3.14} | meter.reading()
-    # 20 batches of 64 in 10 s are 128 images/s, of 1 + 2 billion operations each
+    # 20 batches of 64 in 10 s are 128 images/s, with 1 + 2 billion operations each
     assert reading["usage/images_per_s"] == 128 and reading["usage/teraflops"] == pytest.approx(
         0.384
     )
@@ -80,7 +80,7 @@ def test_a_reading_holds_the_achieved_operations_against_the_peak() -> None:
     assert in_words({}, None, scored_step=0) == ""
     assert (
         meter_of(105.0, 110.0, peak_teraflops=0.01).reading()["usage/mfu"] == 1
-    )  # which was reached is the least peak
+    )  # the peak is at least the reached speed
 
 
 def test_the_speed_of_a_run_is_that_of_its_steps_without_the_first_which_compiles() -> None:

@@ -1,4 +1,4 @@
-"""The preview shows the very pictures and labels that a run is fed."""
+"""The preview shows a run's actual input images and labels."""
 
 from pathlib import Path
 

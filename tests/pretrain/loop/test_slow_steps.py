@@ -1,4 +1,4 @@
-"""Eyes for slow steps: a trace of some steps on each rank, and collections of garbage at the same
+"""Tools for slow steps: a trace of some steps on each rank, and garbage collection at the same
 steps on all ranks."""
 
 import gc
@@ -29,8 +29,8 @@ STEPS = ("schedule={name: constant}", "checkpoint.every=4 steps", "train.eval_ev
 
 
 def train_noting_collections(program: str, words: list[str], strike: Strike | None) -> int:
-    """A training whose second rank leaves much more garbage. Each rank writes the steps at which it
-    collected, and the generations, to a file."""
+    """Train with more garbage on the second rank. Each rank writes the steps and generations of its
+    collections to a file."""
     plain, rank = DeepSpeedEngine.train_step, os.environ["RANK"]
     garbage.COLLECT_EVERY_STEPS = 3
     noted: list[tuple[int | None, int]] = []
@@ -66,7 +66,7 @@ def train_noting_collections(program: str, words: list[str], strike: Strike | No
 def test_traces_and_collections_change_no_weight_and_happen_at_the_same_steps_on_all_ranks(
     shapes: Path, tmp_path: Path
 ) -> None:
-    """The run resumes within the window: it traces the steps that are left."""
+    """The resumed run traces the remaining steps of the window."""
     config = write_config(tmp_path, dataset=shapes)
     plain, traced = tmp_path / "plain", tmp_path / "traced"
     finish(start(config, plain, *STEPS, "train.duration=16 steps"))

@@ -1,5 +1,5 @@
-"""timm's ResNet-152 and ViT-B/4 behind the methods of our models: shapes, seeds, heads, and what
-timm itself computes."""
+"""ResNet-152 and ViT-B/4 of timm with our models' methods: shapes, seeds, heads, and timm's own
+outputs."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ SHALLOW: dict[str, tuple[str, dict[str, int]]] = {
     "resnet152": ("resnet26", {}),
     "vit_base_patch16_224": ("vit_base_patch16_224", {"depth": 1}),
 }
-"""What stands for the two where weights are drawn, as drawing all of theirs takes seconds."""
+"""Smaller models for tests that initialize weights, because the full models take seconds."""
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_the_resnet_has_the_stages_of_a_stem_without_padding_and_the_vit_a_token
     assert sizes == [(64, 58, 58), (256, 58, 58), (512, 29, 29), (1024, 15, 15), (2048, 8, 8)]
     norms = [
         module for module in body.modules() if isinstance(module, nn.BatchNorm2d)
-    ]  # bf16 weights beside fp32 statistics
+    ]  # bf16 weights and fp32 statistics
     assert len(norms) == 155 and all(isinstance(norm, BatchNorm2d) for norm in norms)
 
 
@@ -56,7 +56,7 @@ def test_they_answer_like_ours(name: str, num_features: int, shallow: None) -> N
     assert isinstance(model.head, nn.Linear)
     torch.testing.assert_close(model(images), pooled @ model.head.weight.T + model.head.bias)
     heads = [key for key, _ in model.named_parameters() if not key.startswith("body.")]
-    assert heads == ["head.weight", "head.bias"]  # what gets the head's learning rate
+    assert heads == ["head.weight", "head.bias"]  # these have the head's learning rate
     model.reset_classifier(7)
     assert torch.equal(model(images), torch.zeros(2, 7)) and model.get_classifier() is model.head
     model.reset_classifier(0)

@@ -1,5 +1,5 @@
-"""What makes models fast changes nothing: compiled is eager, filled up to multiples of 8 is plain,
-gradients and all."""
+"""Compiled models and models padded to multiples of 8 have the outputs and gradients of plain eager
+models."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ OTHERS = [
         permuted_blocks=(1,),
     ),
 ]
-pytestmark = [  # torch's own, on its way to compiled code
+pytestmark = [  # torch's own warnings
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings(
         "ignore:.*should not be instantiated. Methods on autograd functions:DeprecationWarning"
@@ -68,7 +68,7 @@ def logits_and_gradients(of: nn.Module, images: Tensor = IMAGES) -> dict[str, Te
 
 
 def plain_in_float64(spec: AnySpec) -> dict[str, Tensor]:
-    """In evaluation nothing is filled up."""
+    """Return logits and gradients without padding (evaluation mode), in float64."""
     return logits_and_gradients(model(spec).double().eval(), IMAGES.double())
 
 
@@ -110,7 +110,7 @@ def test_filled_up_products_learn_the_same_under_autocast(spec: AnySpec) -> None
 
 @pytest.mark.processes
 def test_inductor_is_eager() -> None:
-    spec = MLP.model_copy(update={"depth": 1})  # a minute of compilation for two
+    spec = MLP.model_copy(update={"depth": 1})  # two blocks would compile for a minute
     compiled, plain = model(spec), plain_in_float64(spec)
     compile_blocks(compiled)
     found = logits_and_gradients(compiled)
@@ -122,11 +122,11 @@ def test_inductor_is_eager() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [RP, OTHERS[2]], ids=lambda spec: spec.label)
 def test_traced_graphs_are_eager(spec: AnySpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And each block's gradients are there before those of the block in front of it are begun: on
-    their way to other ranks. Permutations are an operation of our own, either way: inductor would
-    gather one number at a time.
+    """Each block's gradients are finished before the previous block's backward begins, so that
+    ranks can exchange them early. Permutations are a custom operation, because inductor would
+    gather single numbers.
     """
-    from functorch.compile import make_boxed_func  # here: it loads torch's compiler
+    from functorch.compile import make_boxed_func  # a late import: it loads torch's compiler
     from torch._dynamo.backends.common import aot_autograd
 
     compiled, order, operations = model(spec).double(), list[str](), set[str]()

@@ -1,4 +1,4 @@
-"""Costs: the formulas against built modules and torch's counter, and the papers' tables."""
+"""The cost formulas compared with built modules, torch's counter and the papers' tables."""
 
 import functools
 from typing import Any, Literal
@@ -81,8 +81,8 @@ VARIANTS: dict[str, tuple[AnySpec, int]] = {
 
 @functools.cache
 def counted(spec: AnySpec, *, num_classes: int, image_size: int) -> tuple[Cost, int]:
-    """Return the cost of the built model by torch's counter, and the operations of its norms as
-    fvcore counts them (5 for each entry of a layer norm, 2 of a batch norm)."""
+    """Return the built model's cost by torch's counter, and its norms' operations. As in fvcore, an
+    entry takes 5 in a layer norm and 2 in a batch norm."""
     norm_operations = 0
 
     def see_norm(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -116,8 +116,8 @@ def test_the_formulas_hold_for_any_setting(spec: AnySpec, image_size: int) -> No
 
 
 def test_paper_b_pretrained_mlps() -> None:
-    """With the 11,230 classes of the public checkpoints; Scaling MLPs prints 9, 24, 74, 12, 37 and
-    124 million: it cuts."""
+    """The public checkpoints have 11,230 classes. Scaling MLPs prints 9, 24, 74, 12, 37 and 124
+    million, truncated."""
     sizes = {"b6_wi256": 9_188_574, "b6_wi512": 24_657_374, "b6_wi1024": 74_469_342}
     sizes |= {"b12_wi256": 12_345_054, "b12_wi512": 37_261_790, "b12_wi1024": 124_843_998}
     for name, count in sizes.items():
@@ -133,7 +133,7 @@ def test_paper_b_pretrained_mlps() -> None:
         ("mixer_b_4", 63.82, 19.36),
         ("vit_b_4", 86.06, 23.08),
         ("resnet152_64", 60.19, 13.07),  # without the stem's padding; 14.98 with it
-        ("mlp_b12_wi768", 66.89, 0.07),  # printed: 66.8 M, cut
+        ("mlp_b12_wi768", 66.89, 0.07),  # printed: 66.8 M, truncated
     ],
 )
 def test_paper_b_efficiency_with_fvcores_norms(
@@ -145,7 +145,7 @@ def test_paper_b_efficiency_with_fvcores_norms(
 
 
 def test_paper_a_connections_of_narrow_mixers() -> None:
-    """It prints 255M with C = 487, which gives 276,278,022."""
+    """The Mixer paper prints 255M with C = 487, which would give 276,278,022."""
     assert (
         cost_of(mixer(num_channels=467), num_classes=10, image_size=32).multiply_adds == 255_367_742
     )
@@ -153,7 +153,8 @@ def test_paper_a_connections_of_narrow_mixers() -> None:
 
 @pytest.mark.parametrize(
     ("channels", "patch", "image_size", "depth", "gamma", "memory", "flops"),
-    # the printed small row, 3.22 GB and 805M, is of C = 64; its printed C = 48 gives the last line
+    # the printed small row (3.22 GB, 805M) belongs to C = 64; the printed C = 48 gives the last
+    # line
     [
         (588, 14, 224, 8, 4, 23.2e12, 5.80e12),
         (64, 4, 32, 3, 2, 3.22e9, 805e6),
@@ -163,8 +164,8 @@ def test_paper_a_connections_of_narrow_mixers() -> None:
 def test_paper_a_cost_of_sw_mlps(
     channels: int, patch: int, image_size: int, depth: int, gamma: int, memory: float, flops: float
 ) -> None:
-    """Two blocks of a SW-MLP for each of a Mixer: one for each mixing. Weights and mask take 4
-    bytes each in the paper."""
+    """A SW-MLP has two blocks for each Mixer block, one for each mixing. In the paper, weights and
+    mask take 4 bytes each."""
     fields = {
         "patch_size": patch,
         "num_channels": channels,
@@ -184,8 +185,8 @@ def test_paper_a_cost_of_sw_mlps(
 
 @pytest.mark.parametrize(
     ("patch", "image_size", "channels", "depth", "gamma", "weights", "omega"),
-    # printed: 26.3 MB and 4.06 G, which is 2 L Omega (the mixings have 4 L Omega multiply-adds);
-    # 3.9 MB and 12.5M
+    # printed: 26.3 MB and 4.06 G, which is 2 L Omega (the mixings have 4 L Omega MACs); 3.9 MB and
+    # 12.5M
     [(14, 224, 588, 8, 4, 26_321_920, 254_091_264), (4, 32, 64, 3, 2, 98_304, 524_288)],
 )
 def test_paper_a_cost_of_mixers(
@@ -263,15 +264,15 @@ def test_the_widest_mixer_has_as_many_tokens_as_channels() -> None:
             196,
             768,
             260_112_384,
-        ),  # the 2.6e8 of the paper's table: its hidden sizes are 384 and 3072
+        ),  # 2.6e8 in the paper's table; the hidden sizes are 384 and 3072
         (
             "mixer_b_w",
             256,
             588,
             260_112_384,
-        ),  # the table's 2.6e8; its width 6.2e5 is gamma m = 616,380
+        ),  # 2.6e8 in the table; the table's width 6.2e5 is gamma m = 616,380
         ("mixer_b_w_c3", 256, 588, 290_293_248),  # gamma = 4.57
-        ("mixer_p16", 196, 768, 290_217_984),  # Omega of the sweep: gamma = 4 for both
+        ("mixer_p16", 196, 768, 290_217_984),  # the sweep's Omega with gamma = 4 for both mixings
         ("mixer_ss_8", 16, 986, 31_615_104),
         ("mixer_ss_w", 64, 487, 34_347_136),
         ("smixer_c128", 128, 128, 2**21),
@@ -296,8 +297,8 @@ def test_mixers_of_the_tables(name: str, tokens: int, channels: int, connections
 def test_omega_is_the_mean_number_of_connections_of_the_blocks_layers(
     spec: MixerSpec | MlpSpec,
 ) -> None:
-    """A layer's weights are used once per row that it is applied to; rows are counted while an
-    image passes."""
+    """A layer's weights are used once per row of its input. The test counts rows during a forward
+    pass."""
     model, used = build_model(spec, num_classes=2, image_size=8), []
     for layer in model.blocks.modules():
         if isinstance(layer, nn.Linear):

@@ -1,5 +1,4 @@
-"""What holds for every registered model, or one of each kind at its own widths, with its first two
-blocks."""
+"""Properties of every registered model, or one model of each kind at full width with two blocks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`pretrain models`: complete lines, the right numbers and one message for a mistake."""
+"""The output of `pretrain models`: complete lines, correct numbers, and one-line errors."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Mixers, S-Mixers and RP variants, in float64: against dense matrices on vec(X), a few independent
-lines, and each other."""
+"""Mixers, S-Mixers and RP variants in float64, compared with dense matrices on vec(X), independent
+code, and each other."""
 
 import pytest
 import torch
@@ -36,8 +36,8 @@ RANDOM = {f"rp {name}": {**fields, "permuted_blocks": "all"} for name, fields in
 
 
 def built(spec: MixerSpec, *, seed: int = 0) -> Mixer:
-    """In float64, and with no bias or scale that is 0 or 1, which would hide a wrong place for
-    it."""
+    """Return a float64 model without biases of 0 and scales of 1, which would hide a wrong
+    place."""
     model = build_model(spec, num_classes=3, image_size=IMAGE, seed=seed).double()
     generator = torch.Generator().manual_seed(99)
     for name, weight in model.named_parameters():
@@ -60,21 +60,21 @@ def norm(x: Tensor, module: nn.Module) -> Tensor:
 
 
 def on_columns(module: nn.Module, x_BSC: Tensor) -> Tensor:
-    """W2 act(W1 X), or act(W X): on the tokens, as the paper writes it, weights from the left."""
+    """Return W2 act(W1 X) or act(W X) on the tokens, with the paper's weights on the left."""
     w = list(module.parameters())
     hidden_BHC = gelu(w[0] @ x_BSC + w[1][:, None])
     return hidden_BHC if len(w) == 2 else w[2] @ hidden_BHC + w[3][:, None]
 
 
 def on_rows(module: nn.Module, x_BSC: Tensor) -> Tensor:
-    """act(X V1') V2', or act(X V'): on the channels."""
+    """Return act(X V1') V2' or act(X V') on the channels."""
     return on_columns(module, x_BSC.mT).mT
 
 
 @pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS.keys())
 def test_the_model_is_the_papers_formula(fields: dict[str, object]) -> None:
-    """U = X + mix(LN X), Y = U + mix(LN U); where S is given, block 0 is U = LN(W~ X) + mix(LN X);
-    then LN, mean, linear."""
+    """U = X + mix(LN X), Y = U + mix(LN U). If S is set, block 0 is U = LN(W~ X) + mix(LN X). At
+    the end: LN, mean, linear."""
     spec = spec_with(**fields)
     model, x = built(spec), images()
     corners = [(i, j) for i in (0, 4, 8) for j in (0, 4, 8)]
@@ -113,7 +113,7 @@ def test_the_epsilon_of_every_norm_is_the_specs() -> None:
             ).modules()
             found = [module.eps for module in modules if isinstance(module, nn.LayerNorm)]
             assert found == [epsilon] * (8 if fields else 7)
-    model = built(spec_with(num_tokens=PATCHES))  # the skip path, even where S is S0
+    model = built(spec_with(num_tokens=PATCHES))  # the skip path, even for S = S0
     assert [
         sum(weight.numel() for weight in block.skip.parameters()) for block in model.blocks
     ] == [91, 0, 0]
@@ -124,8 +124,8 @@ def kron(a: Tensor, b: Tensor) -> Tensor:
 
 
 def dense_mixing(module: nn.Module, *, copies: int, across: bool) -> list[tuple[Tensor, Tensor]]:
-    """(matrix, bias) of every layer on vec(X), token by token: W (x) I across tokens, I (x) W along
-    channels."""
+    """Return (matrix, bias) of every layer on vec(X), token by token: W (x) I across tokens, I (x)
+    W along channels."""
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
     eye, ones = torch.eye(copies, dtype=torch.float64), torch.ones(copies, dtype=torch.float64)
     if across:
@@ -144,8 +144,8 @@ def wide(x_BM: Tensor, layers: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 @pytest.mark.parametrize("fields", [*KINDS.values(), *RANDOM.values()], ids=[*KINDS, *RANDOM])
 def test_a_block_is_a_wide_and_sparse_mlp(fields: dict[str, object]) -> None:
-    """Every block on vec(X) by Kronecker matrices; an RP block by J2 [I (x) W2] act([I (x) W1] J1
-    x) with matrices J."""
+    """Every block on vec(X) by Kronecker matrices. RP blocks are J2 [I (x) W2] act([I (x) W1] J1 x)
+    with matrices J."""
     model = built(spec_with(**fields))
     for number, block in enumerate(model.blocks):
         assert isinstance(block, MixerBlock)
@@ -174,8 +174,8 @@ def test_a_block_is_a_wide_and_sparse_mlp(fields: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS.keys())
 def test_rp_models_start_with_the_normal_models_weights(fields: dict[str, object]) -> None:
-    """All weights, head included, are equal for one seed; block 1 is permuted alike alone and among
-    all."""
+    """All weights, including the head's, are equal for one seed. Block 1 has the same permutations
+    with and without other permuted blocks."""
     normal, all_, one = (
         build_model(
             spec_with(**fields, permuted_blocks=blocks), num_classes=3, image_size=IMAGE, seed=4
@@ -216,7 +216,7 @@ def test_permutations_are_independent_and_a_function_of_the_seed() -> None:
 
 
 def test_dropout_is_twice_in_a_mixing_and_only_in_training() -> None:
-    """With W2 = 1 and probability 0.5 twice, 3 of 4 entries are 0 and the others are 4 times as
+    """For W2 = 1 and two dropouts of 0.5, 3 of 4 entries are 0 and the others are 4 times as
     large."""
     torch.manual_seed(0)
     mixing = TwoLayer(spec_with(dropout=0.5), 40, hidden=40, num_outputs=40).double()
@@ -230,8 +230,8 @@ def test_dropout_is_twice_in_a_mixing_and_only_in_training() -> None:
 
 
 def test_a_linear_s_mixer_block_is_a_monarch_product() -> None:
-    """Without norms and biases: (1 + R)(1 + Jc' L Jc) vec(X), L and R block-diagonal, whose last
-    term is Monarch: R Jc' L Jc."""
+    """Without norms and biases a block is (1 + R)(1 + Jc' L Jc) vec(X) with block-diagonal L and R.
+    R Jc' L Jc is a Monarch matrix."""
     block = built(spec_with(layers_per_mixing=1, activation="identity")).blocks[0]
     block.token_norm, block.channel_norm = nn.Identity(), nn.Identity()
     across, along = block.token_mixing.linear, block.channel_mixing.linear

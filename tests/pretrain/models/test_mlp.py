@@ -1,4 +1,4 @@
-"""The MLPs of "Scaling MLPs" against a few independent lines: any norm, activation, expansion,
+"""The MLPs of *Scaling MLPs* compared with independent code: any norm, activation, expansion and
 depth; batch statistics, dropout."""
 
 import functools
@@ -61,8 +61,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def built(spec: MlpSpec) -> ImageModel:
-    """In float64, and with no bias, scale or running statistic that is 0 or 1, which would hide a
-    wrong place for it."""
+    """Return a float64 model without biases of 0, scales of 1 and initial statistics, which would
+    hide a wrong place."""
     model = build_model(spec, num_classes=3, image_size=IMAGE, seed=0).double()
     generator = torch.Generator().manual_seed(99)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -104,8 +104,8 @@ def linear(x: Tensor, state: dict[str, Tensor], name: str) -> Tensor:
 def by_the_paper(
     spec: MlpSpec, state: dict[str, Tensor], x_BCHW: Tensor, *, training: bool
 ) -> Tensor:
-    """z + Wc act(We norm(z)), act(W norm(z)) or W act(norm(z)), layer by layer: the features, then
-    the logits."""
+    """Return features and logits layer by layer: z + Wc act(We norm(z)), act(W norm(z)) or W
+    act(norm(z))."""
     z, act = linear(x_BCHW.reshape(len(x_BCHW), -1), state, "stem"), ACTIVATIONS[spec.activation]
     skip_every = (
         {"inverted": 1, "none": 0}[spec.bottleneck] if spec.skip_every is None else spec.skip_every
@@ -150,9 +150,7 @@ def test_the_model_and_its_gradients_are_the_papers_formula(
     )
     logits = model(images())
     torch.testing.assert_close(logits, expected[:, spec.width :])
-    signs = images()[
-        :, 0, 0, :3
-    ]  # a sum of batch-normalized numbers would be the same for any weights
+    signs = images()[:, 0, 0, :3]  # sums of batch-normalized numbers do not depend on the weights
     gradients = [
         torch.autograd.grad((y * signs).sum(), [*weights.values()])
         for y in (logits, expected[:, spec.width :])
@@ -163,7 +161,7 @@ def test_the_model_and_its_gradients_are_the_papers_formula(
 
 
 def test_batch_norm_gathers_running_statistics_in_training_alone() -> None:
-    """A tenth of the batch's mean and of its unbiased variance per step."""
+    """A step adds a tenth of the batch's mean and of its unbiased variance."""
     model, x = built(spec_with(norm="batch")), images()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.eval()(x)
@@ -190,8 +188,8 @@ def test_batch_norm_gathers_running_statistics_in_training_alone() -> None:
 def test_dropout_scales_what_it_keeps_and_only_in_training(
     fields: dict[str, object], num_dropouts: int
 ) -> None:
-    """With Wc = 1 its two places multiply: of what a block adds, 3 of 4 entries are 0 and the
-    others are 4 times as large."""
+    """For Wc = 1 two dropouts multiply: 3 of 4 entries of a block's update are 0, the others are 4
+    times as large."""
     torch.manual_seed(0)
     spec = spec_with(depth=1, width=400, dropout=0.5, **fields)
     model, x = built(spec), images(20)

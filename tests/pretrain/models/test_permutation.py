@@ -1,5 +1,5 @@
-"""Permutations against dense matrices; an index survives every way of keeping a model, and a wrong
-one is refused."""
+"""Permutations compared with dense matrices. An index survives every way of storing a model, and a
+wrong index is an error."""
 
 import copy
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Kept = Callable[[dict[str, Tensor], Path], dict[str, Tensor]]
 
 
 def matrix_of(permutation: Permutation) -> Tensor:
-    """J with J x = x[index]: entry (i, index(i)) is 1."""
+    """Return J with J x = x[index]: entry (i, index(i)) is 1."""
     return torch.eye(len(permutation.index), dtype=torch.float64)[permutation.index.long()]
 
 
@@ -30,7 +30,7 @@ def test_a_permutation_is_its_matrix_forwards_and_backwards() -> None:
     dense = matrix_of(permutation)
     assert not torch.equal(
         dense, dense.T
-    )  # else its inverse would be itself, and a wrong backward pass right
+    )  # otherwise the inverse is the same, and a wrong backward pass would pass
     y, weights = permutation(x), torch.randn(3, SIZE, dtype=torch.float64)
     (gradient,) = torch.autograd.grad((y * weights).sum(), x)
     assert torch.equal(y, x @ dense.T)
@@ -136,7 +136,7 @@ def test_a_wrong_index_is_refused(index: Tensor) -> None:
             RuntimeError, match=r"0\.index is not a permutation .*another copy"
         ) as raised:
             module.load_state_dict({"0.index": index}, strict=strict, assign=assign)
-        assert str(raised.value).count("\n") == 1  # torch's heading, and ours
+        assert str(raised.value).count("\n") == 1  # one line of torch, one of ours
         assert torch.equal(module[0].index, kept)
         assert torch.equal(module[0].inverse, inverse_of(kept))
     with pytest.raises(RuntimeError, match=r"size mismatch for 0.index: .*\[5\].*\[4\]"):

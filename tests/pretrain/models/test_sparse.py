@@ -1,5 +1,5 @@
-"""SW-MLP: the printed block, one model in two storages, a fixed random pattern that a checkpoint
-carries, spectra, counts."""
+"""SW-MLP: the paper's block, the same model in two storages, a fixed random pattern in the
+checkpoint, spectra, and counts."""
 
 import itertools
 import math
@@ -43,7 +43,7 @@ def images(batch: int = 4) -> Tensor:
 
 
 def effective(layer: torch.nn.Module, of: str = "weight") -> Tensor:
-    """The matrix of a layer, or the gradient of it, connection by connection."""
+    """Return the dense matrix of a layer or its gradient."""
     if isinstance(layer, MaskedLinear):
         found = layer.weight if of == "weight" else layer.weight.grad
         assert found is not None
@@ -86,7 +86,7 @@ def test_the_model_is_the_papers_formula(storage: str, fields: dict[str, object]
     for layer in sparse_layers(model):
         if isinstance(layer, SparseLinear):
             layer.values.data.normal_()
-    # a weight outside the mask, normal as the others, does nothing
+    # random weights outside the mask have no effect
     of_layers = (MaskedLinear, SparseLinear)
     matrices = {
         name: effective(layer)
@@ -120,7 +120,7 @@ def test_the_model_is_the_papers_formula(storage: str, fields: dict[str, object]
 
 @pytest.mark.parametrize("expansion", [None, 2.0])
 def test_both_storages_are_one_model(expansion: float | None) -> None:
-    """From one seed: equal weights, outputs and gradients, and none of these zero."""
+    """One seed gives equal weights, outputs and gradients, all nonzero."""
     masked, sparse = (
         tiny(storage="masked", expansion=expansion),
         tiny(storage="sparse", expansion=expansion),
@@ -182,8 +182,7 @@ def test_an_empty_row_column_and_matrix() -> None:
 
 @pytest.mark.parametrize("density", [0.003, 0.3, 0.9])
 def test_connections_are_independent_draws(density: float) -> None:
-    """Mean and variance of the counts in rows and in columns are those of binomials, neighbors
-    know nothing of each other."""
+    """Row and column counts have binomial means and variances, and neighbors are independent."""
     torch.manual_seed(0)
     connections = draw_connections(2000, num_outputs=1500, density=density)
     parts = (
@@ -208,8 +207,7 @@ def test_connections_are_independent_draws(density: float) -> None:
 
 @pytest.mark.parametrize("name", ["lion", "adamw", "sgd"])
 def test_both_storages_are_trained_alike(name: str) -> None:
-    """Three steps with much weight decay: the same matrices, and where nothing is connected nothing
-    has come to be."""
+    """Three steps with large weight decay give the same matrices, without new connections."""
     settings = OptimizerSettings.model_validate({"name": name, "lr": 0.01, "weight_decay": 5.0})
     models = [tiny(storage=storage, expansion=2.0) for storage in ("masked", "sparse")]
     before = [effective(layer) for layer in sparse_layers(models[0])]
@@ -242,7 +240,7 @@ def test_a_checkpoint_brings_its_pattern_into_either_storage(
 ) -> None:
     saved = tiny(storage=saved_as, seed=1)
     save_file(saved.state_dict(), tmp_path / "model.safetensors")
-    model = tiny(storage=storage, seed=2)  # another pattern, of another number of connections
+    model = tiny(storage=storage, seed=2)  # another pattern with another number of connections
     assert not torch.equal(model(images()), saved(images()))
     model.load_state_dict(load_file(tmp_path / "model.safetensors"))
     torch.testing.assert_close(model(images()), saved(images()))
@@ -256,7 +254,7 @@ def test_a_checkpoint_brings_its_pattern_into_either_storage(
 
 @BOTH
 def test_a_pattern_that_comes_alone_leaves_the_weights(storage: str) -> None:
-    """As an engine restores it."""
+    """An engine restores patterns like this."""
     model = tiny(storage=storage, seed=1)
     expected, of_stem = model(images()), gradient_of_stem(model)
     parameters = dict(model.named_parameters())
@@ -289,8 +287,8 @@ def test_a_huge_sparse_layer_takes_no_more_than_its_connections() -> None:
 
 @pytest.mark.parametrize("gamma", [1.0, 0.25, 4.0])
 def test_the_largest_singular_value_is_that_of_a_sparse_matrix(gamma: float) -> None:
-    """sqrt(L+) with q^2 = p gamma m (see sparse.py); neither Marchenko-Pastur's nor, where gamma is
-    not 1, that of q^2 = p m."""
+    """The value is sqrt(L+) with q^2 = p gamma m (see sparse.py), not Marchenko-Pastur's. For gamma
+    unequal to 1 it is also not the value for q^2 = p m."""
     width, density, c = round(600 / math.sqrt(gamma)), 0.06, 1 + math.sqrt(gamma)
     torch.manual_seed(0)
     found = []
@@ -312,8 +310,8 @@ def test_the_largest_singular_value_is_that_of_a_sparse_matrix(gamma: float) -> 
 def test_a_spectral_gain_starts_every_matrix_at_the_largest_singular_value_of_a_dense_one(
     storage: str, expansion: float | None, expected: float
 ) -> None:
-    """1 + sqrt(gamma), of both matrices of a block; stem, pattern and everything else are as
-    without it."""
+    """Both matrices of a block begin at 1 + sqrt(gamma). Stem, pattern and all else do not depend
+    on the gain."""
     fields: dict[str, object] = {
         "storage": storage,
         "density": 0.1,

@@ -1,8 +1,7 @@
-"""Initial weights of the mixings: squared singular values follow Marchenko and Pastur, the largest
-tends to 1 + sqrt(gamma).
+"""Initial weights of the mixings: squared singular values follow the Marchenko-Pastur law, and the
+largest value tends to 1 + sqrt(gamma).
 
-The bounds are what 30 seeds of such matrices kept within; a standard deviation that is 5 % off has
-never met them.
+The bounds hold for 30 seeds of such matrices, and fail for a standard deviation that is 5 % off.
 """
 
 import math
@@ -32,12 +31,12 @@ def mixing_weights(**fields: object) -> dict[str, Tensor]:
 
 
 def marchenko_pastur(gamma: float, num_points: int = 20_001) -> tuple[np.ndarray, np.ndarray]:
-    """(x, share of the min(S, gamma S) squared singular values below x) for a gamma S x S matrix of
-    N(0, 1/S).
+    """Return x and the fraction of the min(S, gamma S) squared singular values below x. The matrix
+    is gamma S x S with entries N(0, 1/S).
 
-    The density sqrt((b - x)(x - a)) / (2 pi x), a and b = (1 -+ sqrt(gamma))^2, integrates to
-    min(1, gamma): it is summed numerically over the angle t of x = middle - radius cos t, at the
-    middles of small steps (x is 0 at the edge for gamma = 1).
+    The density is sqrt((b - x)(x - a)) / (2 pi x) with a and b = (1 -+ sqrt(gamma))^2. Its integral
+    is min(1, gamma). The sum runs over the angle t of x = middle - radius cos t, at the middles of
+    small steps. (For gamma = 1 the edge is x = 0.)
     """
     low, high = (1 - math.sqrt(gamma)) ** 2, (1 + math.sqrt(gamma)) ** 2
     edges = np.linspace(0, math.pi, num_points)
@@ -50,8 +49,8 @@ def marchenko_pastur(gamma: float, num_points: int = 20_001) -> tuple[np.ndarray
 
 
 def spacings_from_law(weight: Tensor, *, gamma: float) -> float:
-    """Kolmogorov's distance between the shares of squared singular values below x, in spacings: 1 /
-    their number."""
+    """Return Kolmogorov's distance between the two distributions of squared singular values, in
+    units of 1 / their number."""
     squares = np.sort(torch.linalg.svdvals(weight).square().numpy())
     law = np.interp(squares, *marchenko_pastur(gamma), left=0.0, right=1.0)
     steps = np.arange(len(squares) + 1) / len(squares)
@@ -60,8 +59,8 @@ def spacings_from_law(weight: Tensor, *, gamma: float) -> float:
 
 @pytest.mark.parametrize("gamma", [0.5, 2.0, 4.0])
 def test_both_weights_of_a_mixers_mixings_meet_marchenko_and_pastur(gamma: float) -> None:
-    """W2 is S x gamma S with the same variance 1/S: its singular values are those of a gamma S x S
-    matrix, too."""
+    """W2 is S x gamma S with variance 1/S: it has the singular values of a gamma S x S matrix,
+    too."""
     for name, weight in mixing_weights(expansion=gamma).items():
         size = SIDE if "token" in name else CHANNELS
         expected = (round(gamma * size), size) if "inner" in name else (size, round(gamma * size))
@@ -79,7 +78,8 @@ def test_all_weights_of_an_s_mixer_meet_the_law_of_gamma_1() -> None:
 
 
 def test_torchs_initial_weights_are_smaller_and_can_be_asked_for() -> None:
-    """Uniform within 1 / sqrt(inputs): a third of the variance, and for W2 a gamma-th of that."""
+    """Uniform within 1 / sqrt(inputs) has a third of the variance; for W2 the variance is also
+    divided by gamma."""
     for name, weight in mixing_weights(init="torch").items():
         limit = weight.shape[1] ** -0.5
         assert 0.999 * limit < float(weight.abs().max()) <= limit, name
@@ -91,7 +91,7 @@ def test_torchs_initial_weights_are_smaller_and_can_be_asked_for() -> None:
 
 
 def test_the_skip_path_of_a_first_block_keeps_the_size_of_what_it_reads() -> None:
-    """W~ is N(0, 1/S0) without bias: its S x S0 entries have mean square 1/S0."""
+    """The S x S0 entries of W~ are N(0, 1/S0), without bias."""
     spec = MixerSpec(kind="mixer", patch_size=2, num_channels=8, num_tokens=300, depth=1)
     weight = build_model(spec, num_classes=2, image_size=28, seed=0).get_parameter(
         "blocks.0.skip.linear.weight"

@@ -1,5 +1,5 @@
-"""Monarch and Kronecker layers against dense matrices made of kron, block_diag and permutations;
-counts as literals."""
+"""Monarch and Kronecker layers compared with dense matrices from kron, block_diag and permutations;
+literal counts."""
 
 import pytest
 import torch
@@ -20,15 +20,15 @@ def spec(form: str, **fields: object) -> StructuredMlpSpec:
 
 
 def transposition(rows: int, columns: int) -> Tensor:
-    """The matrix that takes the entries of a (rows, columns) grid, row by row, to those of its
-    transpose."""
+    """Return the matrix that maps the entries of a (rows, columns) grid in row order to the
+    transpose's."""
     return torch.eye(rows * columns, dtype=torch.float64)[
         torch.arange(rows * columns).view(rows, columns).T.flatten()
     ]
 
 
 def dense(form: str, weights: dict[str, Tensor], *, rows: int, out: tuple[int, int]) -> Tensor:
-    """One matrix on the entries of a grid of so many rows, row by row."""
+    """Return the dense matrix for the entries of a grid with `rows` rows, in row order."""
     if form == "kronecker":
         return torch.kron(weights["of_columns"], weights["of_rows"])
     right, left = torch.block_diag(*weights["per_row"]), torch.block_diag(*weights["per_column"])

@@ -1,4 +1,4 @@
-"""timm's own tools on our models: the registry, features, heads, layer-wise groups, checkpointed
+"""Our models in timm's tools: the registry, features, heads, layer-wise groups, checkpointed
 blocks."""
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Optimizers against plain references, and the learning rate as a function of the step."""
+"""Optimizers compared with plain references, and the learning rate as a function of the step."""
 
 import math
 from collections.abc import Callable
@@ -23,8 +23,8 @@ SHAPES = [(7, 5), (3,), (600, 1100), (0, 4)]
 def trained(
     optimizer_of: Callable[[list[nn.Parameter]], Optimizer], steps: int = 6
 ) -> list[Tensor]:
-    """Weights and momenta after some steps; whole rows have no gradient, as below a head that
-    starts at zero."""
+    """Return weights and momenta after some steps. Some rows have zero gradients, as below a head
+    that starts at zero."""
     generator = torch.Generator().manual_seed(0)
     weights = [nn.Parameter(torch.randn(*shape, generator=generator)) for shape in SHAPES]
     optimizer = optimizer_of(weights)
@@ -50,8 +50,8 @@ def lion_groups(weights: list[nn.Parameter]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("in_one_pass", [True, False])
 def test_lion_equals_timms_to_the_bit(in_one_pass: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In both implementations, for several groups, on one thread and on several. timm rounds its
-    momentum differently (lerp)."""
+    """Both implementations, several groups, one thread and several. timm rounds its momentum
+    differently (lerp)."""
     if not in_one_pass:
         monkeypatch.setattr(lion, "suit_one_pass", lambda _: False)
     theirs = trained(lambda weights: timm.optim.Lion(lion_groups(weights), lr=1.0, foreach=False))
@@ -81,8 +81,8 @@ def test_lion_moves_nothing_without_gradient_and_hides_no_nan(
 
 @pytest.fixture(params=["pass", "operations", "kernel"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How shards are stepped: on CPUs, on devices without Triton, on GPUs (the kernel in Triton's
-    interpreter)."""
+    """Three ways of stepping shards: on CPUs, on devices without Triton, and on GPUs (the kernel in
+    Triton's interpreter)."""
     monkeypatch.setattr(lion, "suit_one_pass", lambda _: request.param == "pass")
     monkeypatch.setattr(lion, "suits_kernel", lambda _: request.param == "kernel")
     if request.param == "kernel":
@@ -98,8 +98,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_lion_steps_shards_as_it_steps_weights_and_skips_what_is_not_finite(
     way: str, share: float
 ) -> None:
-    """A shard of pieces and padding; gradients that count a quarter are those divided by four, to
-    the bit."""
+    """The shard has pieces and padding. Gradients with `share` 1/4 equal gradients divided by four, bit
+    for bit."""
     sizes, generator = (300, 17, 5000), torch.Generator().manual_seed(0)
     plain = [nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
     shard = torch.cat([*plain, torch.ones(3)]).detach()
@@ -110,7 +110,7 @@ def test_lion_steps_shards_as_it_steps_weights_and_skips_what_is_not_finite(
     for step in range(4):
         gradients = [torch.randn(size, generator=generator) for size in sizes]
         gradients[2][:1000] = 0
-        if step in (0, 2):  # the very first, too
+        if step in (0, 2):  # including the first step
             before = [each.clone() for each in (shard, copy)]
             ours.step_shards(
                 [[each * math.nan for each in gradients]], [copy], torch.tensor(math.nan)
@@ -128,7 +128,7 @@ def test_lion_steps_shards_as_it_steps_weights_and_skips_what_is_not_finite(
     assert torch.allclose(ours.state[shard]["exp_avg"][:-3], momenta, rtol=limit, atol=limit / 10)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # of numpy, which the interpreter computes with
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy in the interpreter
 def test_a_shard_hides_no_momentum_that_is_not_a_number(way: str) -> None:
     shard, copy = torch.ones(4), torch.zeros(4)
     optimizer = Lion([shard], lr=0.1)
@@ -141,7 +141,7 @@ def test_a_shard_hides_no_momentum_that_is_not_a_number(way: str) -> None:
 def test_lions_kernel_compiles_for_a_gpu_that_is_not_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And its code rounds as the reference does: four fused multiply-adds an element, bf16 to the
+    """The compiled code rounds like the reference: four fused operations per element, bf16 to
     nearest."""
     compiler = pytest.importorskip("triton.compiler")
     if not (Path(compiler.__file__).parents[1] / "backends/nvidia/bin/ptxas").exists():
@@ -237,7 +237,7 @@ def test_schedules_warm_up_and_fall_to_their_end() -> None:
 
 
 def test_a_warm_up_begins_where_it_is_told_to() -> None:
-    """Paper A's ImageNet-1k recipe, in steps of 313 an epoch."""
+    """The ImageNet-1k recipe of the Mixer paper, with 313 steps per epoch."""
     settings = ScheduleSettings(final_lr=1e-5, warmup_from=1e-6)
     schedule = Schedule(settings, 1e-3, warmup_steps=5 * 313, num_steps=300 * 313)
     assert schedule.lr(0) == 1e-6 and schedule.lr(313) == pytest.approx(1e-6 + 0.2 * (1e-3 - 1e-6))

@@ -1,5 +1,5 @@
-"""A run in which all ranks live, but none progresses, is ended: the rank that is behind is named,
-and all leave their stacks."""
+"""A run whose ranks all live without progress is ended. The rank that is behind is named, and all
+ranks write their stacks."""
 
 import ctypes
 import os
@@ -29,7 +29,7 @@ PEERS = [Peer(rank, f"n{rank // 2}", 100 + rank) for rank in range(8)]
 
 
 def never_gets_its_data(_feed: Feed) -> Fed:
-    PROGRESS._touched_s = time.monotonic() - 1000  # so that the test need not wait so long
+    PROGRESS._touched_s = time.monotonic() - 1000  # as if 1000 s had passed
     time.sleep(600)
     raise AssertionError
 
@@ -50,8 +50,8 @@ def train_with_one_stuck_rank(words: list[str]) -> int:
 def test_a_training_that_hangs_names_the_rank_that_is_behind_and_shows_where_each_is(
     shapes: Path, tmp_path: Path
 ) -> None:
-    """Rank 1 never comes to the exchange of gradients of the fifth step (two micro-batches each),
-    in which rank 0 waits."""
+    """Rank 1 never reaches the gradient exchange of step 5 (two micro-batches each), in which rank
+    0 waits."""
     config, run_dir = write_config(tmp_path, dataset=shapes), tmp_path / "run"
     words = [
         "train",
@@ -100,8 +100,8 @@ def holds_the_lock() -> None:
 
 
 def rank(folder: str, plan: str, silence_timeout_s: float) -> NoReturn:
-    """Its first rank mostly does nothing; the other one, or one that is alone, does what `plan`
-    says."""
+    """Run a rank. The first of two ranks mostly does nothing; the other rank, or a single rank,
+    follows `plan`."""
     world, place, hang, num_judged = read_world(), Path(folder), Standings.find_hang, 0
 
     def counted(standings: Standings, timeout_s: float) -> Verdict | None:
@@ -134,7 +134,7 @@ def rank(folder: str, plan: str, silence_timeout_s: float) -> NoReturn:
 
 
 def time_passes(seconds: float) -> None:
-    """So that no test need wait for so long."""
+    """Move the time of the last progress back, so that tests need not wait."""
     assert PROGRESS._touched_s is not None
     PROGRESS._touched_s -= seconds
 
@@ -184,8 +184,8 @@ def test_a_rank_that_is_alone_is_watched_too_and_progress_leaves_no_file(tmp_pat
 
 
 def test_long_work_of_one_rank_after_the_other_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others wait meanwhile. When it has come at last, and all go on, their reports of that
-    come later than its own."""
+    """The other ranks wait meanwhile. After the late rank arrives, their reports come later than
+    its report."""
     clock, ranks, standings = [100.0], [Progress(), Progress(), Progress()], Standings()
     monkeypatch.setattr("pretrain.ranks.hangs.time.monotonic", lambda: clock[0])
 
@@ -214,7 +214,7 @@ def test_long_work_of_one_rank_after_the_other_is_no_hang(monkeypatch: pytest.Mo
 def test_what_stands_still_with_the_whole_process_is_no_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A suspended job: the time in which nobody could run does not count, until the next mark."""
+    """In a suspended job the time without running processes is ignored until the next mark."""
     clock, progress = [100.0], Progress()
     monkeypatch.setattr("pretrain.ranks.hangs.time.monotonic", lambda: clock[0])
     clock[0] = 9_000.0
@@ -243,7 +243,7 @@ def table(*standings: Standing, after: Standings | None = None) -> Standings:
 
 
 def hang(timeout_s: float, *standings: Standing) -> Verdict | None:
-    """Once they have all been told three times, and no sooner."""
+    """Return the verdict after the ranks' third report, and check that there is none before."""
     found = table(*standings)
     for _ in range(2):
         assert found.find_hang(timeout_s) is None
@@ -256,7 +256,7 @@ def test_who_is_behind_is_told_by_marks_and_not_by_clocks() -> None:
         Standing(41, 9, "computing", 500.5),
         Standing(40, 9, "waiting for data", 500.0),
     )
-    assert hang(500.2, computes, waits) is None  # the one that is ahead merely waits
+    assert hang(500.2, computes, waits) is None  # the leading rank only waits
     assert hang(499, computes, waits, computes) == Verdict(
         PEERS[1],
         "hangs",
@@ -267,10 +267,10 @@ def test_who_is_behind_is_told_by_marks_and_not_by_clocks() -> None:
     assert both is not None and both.peer == PEERS[0] and "(with 1 more ranks)" in both.detail
     assert (
         hang(400, computes, waits, waits._replace(stalled_s=3)) is None
-    )  # one of those that are behind gets on
+    )  # one of the ranks behind makes progress
     assert hang(400, computes, waits._replace(stalled_s=3)) is None
     left = table(computes, waits)
-    left.forget(PEERS[1])  # it said goodbye: the hang of another is found all the same
+    left.forget(PEERS[1])  # after its goodbye another rank's hang is still found
     for _ in range(3):
         verdict = left.find_hang(400)
         table(computes, after=left)

@@ -1,4 +1,4 @@
-"""Starting local ranks: the environment they get, and that nobody waits for a dead one."""
+"""Starting local ranks: their environment, and no wait for a dead rank."""
 
 import os
 import signal
@@ -57,8 +57,8 @@ def test_a_dead_rank_ends_the_others_at_once(ending: str, code: int, words: str)
 
 @pytest.mark.processes
 def test_a_rank_that_writes_is_waited_for_and_one_that_hangs_is_not(tmp_path: Path) -> None:
-    """The wait for a rank that saves ends here as soon as the one that is deaf alone is left, as if
-    its time were up."""
+    """The test ends the wait for the rank that saves when only the rank that ignores SIGTERM is
+    left."""
     assert launch.GRACE_S > LAST_WRITE_S
     wait = """
         def wait(ranks, timeout_s):
@@ -97,8 +97,8 @@ NUM_READY = "while len(os.listdir(ready)) < 2: time.sleep(0.01)"
 def test_a_rank_that_has_not_joined_is_ended_at_once(
     tmp_path: Path, ending: str, code: int, words: str
 ) -> None:
-    """It waits within torch, where no handler of SIGTERM runs; the grace of a rank that saves would
-    last forever here."""
+    """The rank waits within torch, where no SIGTERM handler runs. A grace time for saving would
+    never end here."""
     rank = f"""
         import os, signal, sys, time
         rank, ready = os.environ["RANK"], {str(tmp_path)!r}
@@ -142,7 +142,7 @@ def test_runtime_settings_have_defaults_that_a_user_can_replace(
 
 @pytest.mark.processes
 def test_torch_loads_after_the_wait_policy_is_set() -> None:
-    """libgomp reads its environment once, when torch loads it."""
+    """When torch loads libgomp, it reads its environment once."""
     environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"} | {
         "OMP_DISPLAY_ENV": "TRUE"
     }
@@ -276,8 +276,8 @@ def test_ranks_of_one_task_share_its_cores(
 def test_an_unfinished_run_does_not_succeed_in_a_slurm_job(
     job: str, finished: bool, is_first: bool, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or jobs that wait for it (--dependency=afterok) would begin. Elsewhere a stopped run exits
-    with 0."""
+    """Otherwise jobs that depend on this one (--dependency=afterok) would begin. Outside SLURM a
+    stopped run exits with 0."""
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if job:
         monkeypatch.setenv("SLURM_JOB_ID", job)
@@ -291,7 +291,7 @@ def test_an_unfinished_run_does_not_succeed_in_a_slurm_job(
 
 
 def begun(rank: str) -> "subprocess.Popen[str]":
-    """A launcher of one rank that saves; both have come so far that they heed signals."""
+    """Start a launcher with one rank that saves, and wait until both handle signals."""
     code = (
         "import sys; from pretrain.ranks.launch import launch; sys.exit(launch([sys.executable,"
         f" '-c', {rank!r}], "
@@ -305,8 +305,8 @@ def begun(rank: str) -> "subprocess.Popen[str]":
 
 @pytest.mark.processes
 def test_ctrl_c_is_answered_at_once_and_the_second_ends_it() -> None:
-    """A step may take long, above all one that waits for data: this rank would end when it is let
-    go."""
+    """A step may take long, especially while it waits for data. This rank ends only when its stdin
+    is closed."""
     process = begun(
         "import signal, sys; signal.signal(2, lambda *_: None); print('ready', flush=True);"
         " sys.stdin.read()"
@@ -350,7 +350,7 @@ def test_a_closed_terminal_has_ranks_save_unless_nohup_has_started_them(
 
 @pytest.mark.processes
 def test_an_interrupt_of_the_launcher_alone_has_its_ranks_save() -> None:
-    """As `kill -INT` sends it; a terminal sends it to all."""
+    """`kill -INT` signals only the launcher, a terminal all processes."""
     save = (
         "signal.signal(15, lambda *_: (print('saved', flush=True), sys.exit(0)));"
         " signal.pthread_sigmask(signal.SIG_UNBLOCK, {15})"

@@ -1,4 +1,4 @@
-"""One start of a run at a time writes; SLURM decides if a start may take over."""
+"""Only one attempt at a run writes at a time. SLURM decides if another attempt may take over."""
 
 import errno
 import json
@@ -56,7 +56,7 @@ GONE = "slurm_load_jobs error: Invalid job id specified"
         (1, "a", "JobState=RUNNING Restarts=1", "State=ALLOCATED", False),
         (0, "a", "JobState=NODE_FAIL Restarts=0", "State=IDLE", True),
         (0, "a", GONE, "State=IDLE", True),
-        (0, "b", GONE, "State=DOWN", False),  # of another cluster on the same file system
+        (0, "b", GONE, "State=DOWN", False),  # in another cluster with the same file system
         (0, "a", "slurm_load_jobs error: Unable to contact slurm controller", "", False),
     ],
 )
@@ -137,7 +137,7 @@ def test_a_start_restores_or_removes_what_a_killed_one_has_left(tmp_path: Path) 
 def test_a_start_takes_over_only_from_the_holder_that_it_asked_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While SLURM is asked, another start gets the lock."""
+    """During the request to SLURM, another attempt gets the lock."""
     lock = tmp_path / "starts" / "0004"
     asked: list[Holder] = []
 

@@ -1,5 +1,5 @@
-"""Whoever is gone, frozen or failing is noticed by all and named once; strangers, goodbyes and busy
-ranks are no alarm."""
+"""All ranks notice a rank that is gone, frozen or failing, and it is named once. Strangers,
+goodbyes and busy ranks cause no alarm."""
 
 import contextlib
 import ctypes
@@ -31,7 +31,7 @@ LATE_S = 120
 
 
 def announce(world: World, place: Path, numbers: list[int]) -> list[int]:
-    """Those of the first rank, to all."""
+    """Give the first rank's numbers to all ranks."""
     if world.is_first:
         (place / "tmp").write_text(json.dumps(numbers))
         (place / "tmp").rename(place / "facts")
@@ -40,8 +40,7 @@ def announce(world: World, place: Path, numbers: list[int]) -> list[int]:
 
 
 def rank(folder: str, timeout_s: float, plans: dict[int, str]) -> None:
-    """A rank whose main thread hangs, as if in a collective, unless `plans` has something else for
-    it to do."""
+    """Run a rank whose main thread hangs as in a collective, unless `plans` has another task."""
     world, place = read_world(), Path(folder)
     heard: dict[int, dict[str, int]] = {}
     waits = plans.get(world.rank) == "waits"
@@ -83,7 +82,7 @@ def rank(folder: str, timeout_s: float, plans: dict[int, str]) -> None:
 def started(
     folder: Path, num_ranks: int, *, timeout_s: float = 60, plans: Sequence[str] = ()
 ) -> list[ForkServerProcess]:
-    """Ranks that have all been heard of, and now do what `plans` say."""
+    """Start ranks. Return them when all have reported, and begin to follow `plans`."""
     words = (
         "tests.pretrain.ranks.test_watchdog:rank",
         str(folder),
@@ -101,7 +100,7 @@ def started(
 
 
 def said(folder: Path) -> list[str]:
-    """The lines, with the facts of this machine taken out."""
+    """Return the output's lines without this machine's facts."""
     text = re.sub(
         rf"\(node {re.escape(socket.gethostname())}, pid \d+\)",
         "(NODE)",
@@ -126,7 +125,7 @@ FAILED, STUCK = (
 class Case(NamedTuple):
     plans: list[str]
     codes: list[int]
-    """Of the ranks that were not struck."""
+    """Exit codes of the ranks without a signal."""
     line: str | None
     struck: tuple[int, int] | None = None
     timeout_s: float = 60
@@ -156,7 +155,7 @@ CASES = {
 def begun(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, tuple[Path, list[ForkServerProcess]]]]:
-    """The ranks of all cases, as they mostly wait."""
+    """Start the ranks of all cases at once, because they mostly wait."""
     found: dict[str, tuple[Path, list[ForkServerProcess]]] = {}
     try:
         for name, case in CASES.items():
@@ -180,7 +179,7 @@ def begun(
 def test_who_is_gone_frozen_or_fails_is_named_once_and_ends_all(
     begun: dict[str, tuple[Path, list[ForkServerProcess]]], name: str
 ) -> None:
-    """Those that a verdict ends do what must still be done."""
+    """Ranks that end by a verdict finish their last duties."""
     (folder, ranks), case = begun[name], CASES[name]
     left = {
         number: rank
@@ -200,8 +199,8 @@ def test_who_is_gone_frozen_or_fails_is_named_once_and_ends_all(
 
 @pytest.mark.processes
 def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
-    """`scontrol suspend` and `resume`, or Ctrl-Z and `fg`: nobody was heard of, as nobody
-    listened."""
+    """After `scontrol suspend` and `resume`, or Ctrl-Z and `fg`, no rank has reports, because no
+    rank ran."""
     ranks = started(tmp_path, 2, timeout_s=3, plans=["ends when told"] * 2)
     for number, pause_s in ((signal.SIGSTOP, 3.5), (signal.SIGCONT, 1)):
         for each in ranks:
@@ -214,7 +213,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
 def test_a_wait_counts_from_the_signal_or_from_its_own_beginning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It began long before the stop: whoever gets data a second later saves."""
+    """The wait began long before the stop: a rank that gets data a second later still saves."""
     stop, clock = StopFlag(), [100.0]
     monkeypatch.setattr("pretrain.ranks.preemption.time.monotonic", lambda: clock[0])
     with stop.waiting():
@@ -222,7 +221,7 @@ def test_a_wait_counts_from_the_signal_or_from_its_own_beginning(
         assert stop.stuck_wait_s() == 0
         stop._raise(signal.SIGTERM, None)
         clock[0] = 507.0
-        stop._raise(signal.SIGUSR2, None)  # a second one changes nothing
+        stop._raise(signal.SIGUSR2, None)  # a second signal has no effect
         clock[0] = 510.0
         assert stop.stuck_wait_s() == 10
     assert stop.stuck_wait_s() == 0

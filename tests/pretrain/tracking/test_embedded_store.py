@@ -1,5 +1,5 @@
-"""The SQLite store: one whole file whoever starts together, left alone where it is not whole, made
-anew from the journals."""
+"""The SQLite database is one complete file for any simultaneous starts. A damaged database is not
+changed, and is rebuilt from the event logs."""
 
 import multiprocessing
 import os
@@ -32,8 +32,8 @@ from tests.errors import fails
 
 NUM_POINTS = 30
 FORK = multiprocessing.get_context("fork")
-"""A process of its own has no connection to a file that was moved away; a fork has mlflow imported
-already."""
+"""A separate process has no connection to a file that was moved away. A fork has already imported
+mlflow."""
 
 
 def write_run(run_dir: Path, *, parent_key: str | None = None) -> str:
@@ -63,7 +63,7 @@ def write_run(run_dir: Path, *, parent_key: str | None = None) -> str:
 
 
 def sync_apart(*run_dirs: Path) -> list[int | None]:
-    """All at once; their exit codes."""
+    """Synchronize all at the same time, and return the exit codes."""
     together = FORK.Barrier(len(run_dirs))
     processes = [
         FORK.Process(target=_meet_and_sync, args=(together, run_dir)) for run_dir in run_dirs
@@ -93,14 +93,14 @@ def runs_in(store: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def quickly(new_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store is made by copying one; forks inherit that."""
+    """Copy a database instead of creating one, also in forks."""
     monkeypatch.setattr(store, "make_database", lambda path, *, files: shutil.copy(new_store, path))
 
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("quickly")
 def test_one_of_eight_deliverers_delivers_all_runs(tmp_path: Path) -> None:
-    """As while a sweep trains: one process writes at a time, and no metric is lost."""
+    """Like a sweep's runs: one process writes at a time, and no metric is lost."""
     run_dirs = [tmp_path / f"run{number}" for number in range(8)]
     for run_dir in run_dirs:
         write_run(run_dir)
@@ -135,7 +135,7 @@ def test_a_run_whose_deliverer_was_killed_is_delivered_by_another(tmp_path: Path
         write_run(tmp_path / name)
     identity = RunIdentity.read(tmp_path / "first")
     queue = Queue(identity.uri, tmp_path / "first")
-    queue.add(identity.run_key, tmp_path / "first")  # as far as its deliverer came
+    queue.add(identity.run_key, tmp_path / "first")  # the deliverer's last action
     reader, writer = os.pipe()
     os.close(writer)
     with open(reader, "rb") as pipe:
@@ -148,7 +148,7 @@ def test_a_run_whose_deliverer_was_killed_is_delivered_by_another(tmp_path: Path
 def test_a_damaged_store_is_made_anew_from_the_journals_by_the_remedy_that_is_given(
     new_store: Path, tmp_path: Path
 ) -> None:
-    """The child comes first and is whole before there is a parent."""
+    """The child is delivered first, and is complete before its parent exists."""
     parent, child, store = tmp_path / "parent", tmp_path / "child", tmp_path / "mlflow.db"
     shutil.copy(new_store, store)
     key = write_run(parent)
@@ -192,7 +192,7 @@ def test_the_queue_follows_a_renamed_run_and_skips_an_entry_that_is_just_removed
     queue = Queue(f"sqlite:///{tmp_path}/mlflow.db", tmp_path)
     queue.add("a", tmp_path / "old")
     queue.add("a", tmp_path / "new")
-    (queue.directory / "b").symlink_to("removed")  # listed, but not readable
+    (queue.directory / "b").symlink_to("removed")  # listed, but unreadable
     assert queue.runs() == {"a": tmp_path / "new"}
 
 

@@ -1,4 +1,4 @@
-"""The journal takes every line at once, loses none, and never holds a half one but at its end,
+"""The event log accepts every line at once, loses none, and has an incomplete line only at its end,
 whatever the disk does."""
 
 import errno
@@ -19,7 +19,7 @@ def numbers(path: Path) -> list[int]:
 def test_a_disk_that_is_full_for_a_while_costs_no_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It takes a few bytes of a line, then nothing, then a few again, and at last all."""
+    """The disk takes a few bytes of a line, then none, then a few, and finally all."""
     real, room = os.write, [5, 0, 0, 11, 0]
 
     def write(descriptor: int, data: bytes) -> int:
@@ -56,9 +56,9 @@ def test_a_disk_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.M
     journal = Journal(tmp_path / "journal.jsonl")
     journal.append({"event": "x", "number": 0})
     assert hangs.wait(60)
-    for number in range(1, 1000):  # would not come to its end if it waited for the disk
+    for number in range(1, 1000):  # would not end if it waited for the disk
         journal.append({"event": "x", "number": number})
-    assert not journal.close(timeout_s=0.05)  # and the end of the run does not wait for ever
+    assert not journal.close(timeout_s=0.05)  # the end of the run does not wait for ever, either
     free.set()
     journal._writer.join(60)
     assert numbers(journal.path) == list(range(1000))

@@ -1,5 +1,4 @@
-"""What was found out about weights stands as one version of a registered model, however often it is
-delivered."""
+"""Results of weights are one version of a registered model, however often they are delivered."""
 
 import json
 import shutil
@@ -14,7 +13,7 @@ from pretrain.tracking.tracker import RunIdentity, Tracker
 
 @pytest.fixture(autouse=True)
 def no_deliverer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It costs seconds: the test calls `sync`."""
+    """Start no deliverer, which takes seconds: the tests call `sync`."""
     monkeypatch.setattr("pretrain.tracking.tracker.sys.executable", "/bin/true")
 
 
@@ -24,7 +23,7 @@ def run(folder: Path, name: str, *, parent: Path | None = None) -> tuple[Path, R
         known = RunIdentity.known(parent)
         assert known is not None
         parent_key = known.run_key
-    # the child lies elsewhere: without its parent's store it would have one of its own there
+    # the child is in another directory: without its parent's database it would create one there
     identity = RunIdentity.of(
         folder / name, experiment="tests", uri=None, parent_key=parent_key, parent_dir=parent
     )
@@ -50,7 +49,7 @@ def test_results_of_weights_gather_at_one_version(new_store: Path, tmp_path: Pat
         assert child_identity.uri == identity.uri
         tracker = Tracker(child, params={}, tags={"task": "probe"})
         tracker.metrics({"probe/test_top1": 0.5}, step=3)
-        for _ in range(2):  # a second process says it again
+        for _ in range(2):  # a second process repeats it
             tracker.version(
                 "pretrained",
                 checkpoint=checkpoint,

@@ -1,5 +1,4 @@
-"""What a run tells of itself: one real training at ZeRO 3, where the weights lie in shards, and its
-journal."""
+"""The run page and event log of a real run at ZeRO 3, where weights are sharded."""
 
 import json
 from pathlib import Path
@@ -21,7 +20,7 @@ from tests.training import finish, start, write_config
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Path:
-    """Six steps on two ranks."""
+    """A run of six steps on two ranks."""
     folder = tmp_path_factory.mktemp("page")
     words = [
         "engine.zero_stage=3",

@@ -1,5 +1,5 @@
-"""`pretrain ui`: one line, with the address of a page of MLflow that shows the runs with columns
-of accuracies."""
+"""`pretrain ui` prints one line with the address of MLflow's page of the runs with columns for
+accuracies."""
 
 import json
 import re

@@ -1,5 +1,5 @@
-"""What TensorBoard and Weights & Biases read is what the journal holds, by the checksums and the
-messages of their own makers."""
+"""TensorBoard and Weights & Biases get the event log's contents, according to their own checksums
+and message formats."""
 
 import io
 from pathlib import Path
@@ -42,7 +42,7 @@ def run_dir(tmp_path: Path) -> Path:
     )
     journal.append(
         {"event": "metrics", "step": 2, "values": {"system/gpu": 5.0}}
-    )  # numbered for itself
+    )  # with its own numbering
     journal.append({"event": "end", "status": "FINISHED"})
     assert journal.close(timeout_s=30)
     return run_dir
@@ -79,7 +79,7 @@ def test_tensorboard_finds_every_figure_and_picture_however_often_it_is_written(
 def test_what_comes_later_is_added(run_dir: Path) -> None:
     journal_path = run_dir / "tracking/journal.jsonl"
     lines = journal_path.read_bytes().splitlines(keepends=True)
-    journal_path.write_bytes(b"".join(lines[:2]) + lines[2][:9])  # a line on its way
+    journal_path.write_bytes(b"".join(lines[:2]) + lines[2][:9])  # an incomplete last line
     sinks = Sinks(run_dir, ["tensorboard"])
     assert sinks.write() == 2
     journal_path.write_bytes(b"".join(lines))
@@ -104,7 +104,7 @@ def test_wandb_holds_every_figure_in_an_offline_run(run_dir: Path) -> None:
     for _ in range(2):
         assert write_sinks(run_dir, "wandb") == 6
     (path,) = (run_dir / "tracking/wandb").rglob("*.wandb")
-    # its service writes in its own process; the package has no reader in Python
+    # wandb's service writes in its own process; the package cannot read its files in Python
     wait_until(lambda: b"system" in path.read_bytes())
     content = path.read_bytes()
     assert all(name in content for name in (b"tests", b"run", b"loss", b"lr", b"gpu"))

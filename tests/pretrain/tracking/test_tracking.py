@@ -1,4 +1,4 @@
-"""Tracking against a real SQLite store: nothing lost, nothing doubled, a truthful status, and
+"""Tracking in a real SQLite database: nothing is lost or duplicated, the status is correct, and
 training never waits."""
 
 import json
@@ -27,7 +27,7 @@ from tests.errors import fails
 from tests.moments import wait_until
 
 MANY_PARAMS = {f"augment.setting_{number}": number for number in range(120)}
-"""More than a store takes at once."""
+"""More parameters than MLflow accepts at once."""
 DATASET = {
     "name": "animals train",
     "digest": "0123456789abcdef0123456789abcdef",
@@ -47,7 +47,7 @@ def store(new_store: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No deliverer is started (it costs seconds): the test calls `sync`."""
+    """Start no deliverer, which takes seconds: the tests call `sync`."""
     monkeypatch.setattr("pretrain.tracking.tracker.sys.executable", "/bin/true")
 
 
@@ -89,7 +89,7 @@ def test_a_run_with_a_break_is_one_run_with_every_point_once(tmp_path: Path, by_
     sync(run_dir)
     assert [run.info.status for run in runs_in(store)] == ["KILLED"]
     second = tracker(run_dir)
-    for step in range(4, 9):  # resumed from the checkpoint at step 3: 4 and 5 are walked again
+    for step in range(4, 9):  # resumed from the checkpoint at step 3: steps 4 and 5 are repeated
         second.metrics({"loss": 1 / step}, step=step)
     note = tmp_path / "note.txt"
     note.write_text("hello")
@@ -116,7 +116,7 @@ def test_a_run_with_a_break_is_one_run_with_every_point_once(tmp_path: Path, by_
 def test_a_stop_that_comes_while_the_deliverer_still_imports_is_delivered_as_such(
     tmp_path: Path,
 ) -> None:
-    """SLURM sends the signal to every process of a step, whatever that process is doing."""
+    """SLURM sends the signal to every process of a step."""
     run_dir = tmp_path / "run"
     identity(run_dir)
     stopped = tracker(run_dir)
@@ -135,7 +135,7 @@ def test_a_stop_that_comes_while_the_deliverer_still_imports_is_delivered_as_suc
 def test_a_dead_store_loses_nothing_and_a_later_sync_delivers(
     tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The store's directory is a file while the run lasts, so that every delivery fails."""
+    """The database's directory is a file during the run, so every delivery fails."""
     monkeypatch.setattr("pretrain.tracking.tracker.sys.executable", "/bin/false")
     run_dir, blocked = tmp_path / "run", tmp_path / "store"
     blocked.write_text("in the way")
@@ -158,7 +158,7 @@ def test_a_dead_store_loses_nothing_and_a_later_sync_delivers(
 
 
 def deliver_after_the_end(run_dir: Path, *, close_timeout_s: float = 5) -> int:
-    """What a deliverer does whose trainer is gone."""
+    """Deliver like a deliverer whose trainer has ended."""
     reader, writer = os.pipe()
     os.close(writer)
     with open(reader, "rb") as pipe:
@@ -289,8 +289,8 @@ def test_a_store_that_takes_no_files_takes_the_figures_all_the_same(
 
 
 def test_what_is_sent_again_stands_once(tmp_path: Path, store: Path) -> None:
-    """Where it stood was lost, so everything goes out again. A picture that is gone or damaged
-    holds up no file behind it."""
+    """The position was lost, so all events are sent again. A missing or damaged image does not
+    block later files."""
     run_dir = tmp_path / "run"
     gone, torn, whole = (picture(run_dir, step=step) for step in (0, 10, 20))
     Path(gone["path"]).unlink()
@@ -313,7 +313,7 @@ def test_what_is_sent_again_stands_once(tmp_path: Path, store: Path) -> None:
 def test_a_journal_that_a_power_cut_made_shorter_delivers_every_new_event(
     tmp_path: Path, store: Path, num_new: int
 ) -> None:
-    """With its new events it is shorter than what was delivered, about as long, or longer."""
+    """The log with its new events is shorter than the delivered part, about as long, or longer."""
     run_dir = tmp_path / "run"
     write_journal(run_dir, START, *(loss(step) for step in range(1, 7)), picture(run_dir, step=1))
     sync(run_dir)
@@ -383,7 +383,7 @@ def test_a_deliverer_whose_disk_refuses_ends_without_a_traceback(
 def test_a_picture_that_cannot_be_written_is_one_line(
     tmp_path: Path, by_hand: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run directory is gone."""
+    """The run directory has been removed."""
     run_dir = tmp_path / "run"
     identity(run_dir)
     run, raised = tracker(run_dir), list[Any]()
