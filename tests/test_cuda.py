@@ -58,7 +58,8 @@ TIMM = {
     "mixup_alpha": 0.8, "cutmix_alpha": 1.0,
 }  # fmt: skip
 ERASE = {"crop_scale": (0.4, 1.0), "erase_probability": 0.5, "erase_mode": "rand", "erase_count": 3}
-RECIPES: dict[str, tuple[dict[str, Any], int, int]] = {  # settings, stored and fed pixels
+# settings, stored size and input size in pixels
+RECIPES: dict[str, tuple[dict[str, Any], int, int]] = {
     "Scaling MLPs 64": (PAPER_B, 64, 64),
     "Scaling MLPs 72 to 64": (PAPER_B, 72, 64),
     "crop 256 to 224": ({"crop_scale": (0.08, 1.0)}, 256, 224),

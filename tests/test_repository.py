@@ -277,7 +277,7 @@ def test_exactly_one_pil_is_installed_and_it_is_the_fast_one_where_it_can_be_bui
             continue
     assert len(found) == 1
     name, number = found[0]
-    log = Path(sys.prefix) / "pillow.lock"  # `make bounds` has none
+    log = Path(sys.prefix) / "pillow.lock"  # `make bounds` does not write this file
     wanted = log.read_text().split("==")[0] if log.exists() else name
     assert name == wanted and number == PIL.__version__
     if name == "pillow":

@@ -199,7 +199,8 @@ def test_the_command_averages_over_batches_before_the_ratio(
     assert main(["cka", *first, *more, *out]) == 0
     facts = json.loads((tmp_path / "out" / "cka.json").read_text())
     assert (facts["num_images"], facts["num_batches"]) == (72, 4)
-    assert facts["gram_bytes"] == (2 * 4 + 3 * 2) * 18**2 * 8  # two Mixers of 4, three SW-MLPs of 2
+    # 4 layers in both Mixers, 2 in three SW-MLPs
+    assert facts["gram_bytes"] == (2 * 4 + 3 * 2) * 18**2 * 8
     ends = ("-heat.png", "-heat.svg", "-density.png", "-density.svg", ".json", ".parquet")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {f"cka{end}" for end in ends}
     rows = pd.read_parquet(tmp_path / "out" / "cka.parquet")

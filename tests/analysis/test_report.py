@@ -152,7 +152,7 @@ def test_curves_of_unfinished_runs_are_drawn_to_their_end(runs: Path) -> None:
     curves = {line.get_label(): line.get_xydata().tolist() for line in loss.lines[::2]}
     expected = {"mlp": [[10, 0.3], [20, 0.15], [30, 0.1]], "mixer": [[10, 0.3]]}
     assert curves == expected | {"nothing-yet": [], "not-evaluated": []}
-    for lines, chance in ((loss.lines, np.log(8)), (accuracy.lines, 1 / 8)):  # of 8 classes
+    for lines, chance in ((loss.lines, np.log(8)), (accuracy.lines, 1 / 8)):  # for 8 classes
         assert [list(line.get_ydata()) for line in lines[1::2]] == [[pytest.approx(chance)] * 2] * 4
         colors = [line.get_color() for line in lines]
         assert colors[::2] == colors[1::2]

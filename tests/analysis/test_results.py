@@ -233,7 +233,7 @@ def test_unfinished_members_are_named(plan: Plan, shapes: Path, capsys: Capture)
     with fails("unfinished", "study") as caught:
         results_of_plans([plan])
     assert "study: probe 3" in str(caught.value)
-    with fails("conflict"):  # each of its runs would count twice
+    with fails("conflict"):  # each run would be included twice
         results_of_plans([plan, plan], partial=True)
     words = ["collect", "study.yaml", "--out", "all.parquet"]
     assert main(words) == 2

@@ -95,8 +95,8 @@ IN_SIZES = {"a": 0.3, "b": 0.0, "alpha": 0.5, "floor": 0.1}
 @pytest.mark.soak
 @pytest.mark.parametrize("num_sizes", [4, 6, 24])
 def test_intervals_cover_the_law_at_chosen_sizes(num_sizes: int) -> None:
-    """About 95 of 100 intervals should contain each parameter. Resampling sizes gave 78 for four
-    sizes. 24 runs have six sizes and four amounts of data; the test checks the exponent of P*."""
+    """About 95 of 100 intervals should contain each parameter. 24 runs have six sizes and four
+    amounts of data; for these the exponent of P* is checked."""
     number = 60 if soak.FACTOR == 1 else 400
     sizes = np.geomspace(1e6, 1.2e7, min(num_sizes, 6))
     points, truth = {"images": sizes}, np.array([law(size / 3e6, **IN_SIZES) for size in sizes])

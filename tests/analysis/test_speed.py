@@ -58,7 +58,7 @@ def test_models_take_turns_within_a_round_in_their_dtype() -> None:
         ("b", 1),
     ]
     assert (found.latency_s > 0).all() and (found.images_per_s > 0).all()
-    assert found.images_per_s_with_transfer.isna().all()  # a CPU needs none
+    assert found.images_per_s_with_transfer.isna().all()  # a CPU transfers nothing
     assert {str(weight.dtype) for weight in models["a"].parameters()} == {"torch.bfloat16"}
 
 

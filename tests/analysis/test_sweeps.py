@@ -67,8 +67,8 @@ def test_a_planted_optimum_is_found() -> None:
 
 @pytest.mark.parametrize(("num_seeds", "shared"), [(1, 0.0), (3, 0.0), (3, 0.03)])
 def test_the_interval_of_an_optimum_covers_it(num_seeds: int, shared: float) -> None:
-    """95 of 100 intervals should cover. `shared`: deviation of a seed's level. Resampling all
-    residuals covered 86 with one seed, and all in the last case, at five times the width."""
+    """About 95 of 100 intervals should contain the optimum. `shared`: standard deviation of a
+    seed's offset."""
     number, x = 400, np.repeat(np.linspace(-2.4, 2.4, 7), num_seeds)
     seeds = np.tile(np.arange(num_seeds), 7)
     inside = widths = 0.0

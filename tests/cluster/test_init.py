@@ -167,7 +167,7 @@ def test_a_snapshot_has_the_code_of_the_package_and_the_site_of_the_folder(
     ).is_symlink()
     assert (taken / "COMMIT").read_text().startswith("wide_mlps-")
     assert (taken / "configs/plan/demo.yaml").is_file()
-    (packages / "analysis/later.py").write_text("")  # as an upgrade might
+    (packages / "analysis/later.py").write_text("")  # like an upgrade
     later = Path(run(folder, "cluster/snapshot").stdout.strip())
     (packages / "analysis/later.py").unlink()
     assert (

@@ -42,7 +42,7 @@ def wheel(
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
         for path, text in files.items():
             member = zipfile.ZipInfo(path)
-            member.external_attr = 0o100755 << 16  # a file, and a program
+            member.external_attr = 0o100755 << 16  # a regular, executable file
             file.writestr(member, text)
         file.writestr(
             f"{info}/RECORD", "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])

@@ -70,7 +70,7 @@ def test_what_cannot_run_is_refused(
             {"GPU_TFLOPS": "100"},
             "at 100 TFLOP/s a GPU and 200 Gbit/s a node); use --nodes=1",
         ),
-        (["--nodes=2"], {}, None),  # not known to have GPUs
+        (["--nodes=2"], {}, None),  # unknown number of GPUs
         ([], {"SBATCH_GPUS_PER_NODE": "2"}, None),
         (
             ["--nodes=2"],

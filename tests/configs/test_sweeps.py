@@ -39,7 +39,7 @@ from tests.ranks import REPOSITORY
 
 FOLDER = REPOSITORY / "configs/plan"
 POINTS = REPOSITORY / "tests/analysis/points/demos.parquet"
-"""Written by `make demos`; the commit is in its metadata."""
+"""Results of `make demos`; the file's metadata has the commit."""
 MEMBERS = {
     "mixer_fig2_cka": [6, 66],
     "mixer_fig2d_monarch": [10],

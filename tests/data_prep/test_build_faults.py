@@ -294,7 +294,7 @@ def test_a_source_that_vanishes_is_one_line_and_the_build_goes_on_when_it_is_bac
     assert code == "missing-path"
     assert not (out / "manifest.json").exists()
     monkeypatch.undo()
-    assert build(source, out, "samples_per_shard=3") == 2  # not there: says so
+    assert build(source, out, "samples_per_shard=3") == 2  # the source is missing
     (tmp_path / "gone").rename(source)
     assert build(source, out, "samples_per_shard=3") == 0
     assert files_of(out) == files_of(tmp_path / "whole" / "animals")

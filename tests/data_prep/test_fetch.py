@@ -158,7 +158,7 @@ def test_several_files_and_addresses(
         publish(monkeypatch, "fashion-mnist", FILES, installed=None)
     assert files_in("archives/fashion-mnist") == FILES
     assert fetch("imagenet1k") == fetch("imagenet21k") == 0
-    assert capsys.readouterr().out.count("image-net.org") == 2  # instructions
+    assert capsys.readouterr().out.count("image-net.org") == 2  # instructions for both
 
 
 def test_the_catalog_is_torchvisions() -> None:

@@ -275,7 +275,7 @@ SMALL_JPEG = encoded(Image.new("RGB", (16, 16)))
         (encoded(picture(seed=1), "TGA"), "not_an_image"),  # a format without a signature
         (encoded(picture(seed=1))[:-200], "truncated"),
         (png_header(20_000, 20_000), "too_many_pixels"),
-        (png_header(13_378, 13_378), "too_many_pixels"),  # 178,970,884
+        (png_header(13_378, 13_378), "too_many_pixels"),  # 178,970,884 pixels
         (b"P6 65500 65500 255\n", "too_many_pixels"),
         (
             SMALL_JPEG.replace(b"\x08\0\x10\0\x10", b"\x08\xff\xdc\xff\xdc", 1),

@@ -474,7 +474,7 @@ def avif(pixels: Pixels, *properties: tuple[bytes, int]) -> bytes:
             longer = struct.pack(">I", int.from_bytes(data[place : place + 4]) + more)
             data = data[:place] + longer + data[place + 4 :]
         assert data.index(b"ipco") - 4 == at
-        place = data.index(b"iloc") + 18  # of the only extent
+        place = data.index(b"iloc") + 18  # offset of the only extent
         start = struct.pack(">I", int.from_bytes(data[place : place + 4]) + 10)
         data = data[:place] + start + data[place + 4 :]
     return bytes(data)

@@ -70,7 +70,7 @@ def test_interrupted_work_leaves_no_line(clock: Clock) -> None:
 
 def test_the_first_step_is_not_part_of_the_speed(clock: Clock) -> None:
     with progress("demo", total=100, unit="step") as line:
-        clock.now_s += 20  # compilation
+        clock.now_s += 20  # for example compilation
         line.advance()
         assert clock.printed() == "demo  step 1/100\n"
         for _ in range(10):

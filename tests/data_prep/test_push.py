@@ -1,4 +1,4 @@
-"""`data_prep push` copies a dataset that a reader then finds complete, or not at all."""
+"""`data_prep push` copies a complete dataset, or readers find none."""
 
 import shutil
 import threading

@@ -341,7 +341,7 @@ def test_nothing_is_put_next_to_a_subset_and_two_commands_make_one(
         "0.5",
         "--out",
     ]
-    with own_place(tmp_path / "x"):  # so that both wait
+    with own_place(tmp_path / "x"):  # so that both commands wait
         both = [
             subprocess.Popen([*words, str(tmp_path / "x")], stderr=subprocess.PIPE, text=True)
             for _ in range(2)

@@ -35,7 +35,7 @@ class Server:
 
     def __init__(self, folder: Path, name: str = "server.db"):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of starlette's
+            warnings.simplefilter("ignore")  # starlette warns
             import mlflow.server.fastapi_app  # noqa: F401 (once, for all forks)
 
         self.store, self.port = f"sqlite:///{folder}/{name}", free_port()

@@ -80,13 +80,13 @@ def test_a_rank_writes_its_share_where_its_own_loss_is_at_fault(
     shapes: Path, tmp_path: Path
 ) -> None:
     mine, log = of_rank(tmp_path, shapes), tmp_path / "skipped_steps" / "rank-0.jsonl"
-    mine.note(1, BAD)  # the other rank's
+    mine.note(1, BAD)  # the other rank has the bad loss
     assert mine.total == 1 and not log.exists()
     mine.note(2, replace(BAD, own_loss=float("nan")))
     assert len(log.read_text().splitlines()) == 4
     mine.note(3, TAKEN)
     for step in (4, 5):
-        mine.note(step, SKIPPED)  # gradients
+        mine.note(step, SKIPPED)  # bad gradients
     assert len(log.read_text().splitlines()) == 12
     with fails("not-finite", "train.max_skipped_steps"):
         mine.note(6, SKIPPED)

@@ -360,7 +360,7 @@ def test_pixels_are_fed_as_the_card_says_and_other_squares_reported(
     loss = float(torch.nn.functional.cross_entropy(logits, torch.from_numpy(reader.labels)))
     result, other = (judge(each, small, None) for each in (area, plain))
     assert result["eval/loss"] == pytest.approx(loss, rel=1e-4) != other["eval/loss"]
-    assert result["identity"] != other["identity"]  # of the same weights
+    assert result["identity"] != other["identity"]  # although the weights are equal
     viewed = judge(area, small, None, num_views=1)
     assert viewed["augment"]["crop_interpolation"] == "area"
     for folder_, told in ((area, True), (plain, False)):

@@ -198,10 +198,10 @@ def test_the_archive_is_a_file_and_what_it_unpacks_to_a_folder(
     tmp_path: Path, refused: Refused
 ) -> None:
     source = sorted_by_hand(tmp_path / "in")
-    (source / VAL).mkdir()  # not the archive
+    (source / VAL).mkdir()  # a folder, not the archive
     assert build(source, tmp_path / "folder") == 0
     shutil.rmtree(source / "val")
-    (source / "val").touch()  # no folder
+    (source / "val").touch()  # a file, not a folder
     refused(build(source, tmp_path / "out"), "[missing-path]")
 
 

@@ -88,8 +88,8 @@ def complete(store: Path) -> list[int]:
 
 
 def test_another_disk_resumes_from_what_the_remote_has(tmp_path: Path) -> None:
-    """It has config, event log, identity and the best checkpoint. The retention rules hold in the
-    remote, too, and a copy that a user has made stays."""
+    """The remote has config, event log, identity and the best checkpoint. Retention rules hold in
+    the remote, too, and a user's copy stays."""
     node, store = Node(tmp_path / "a", tmp_path / "store"), tmp_path / "store"
     writer, uploads = node.writer(Retention(keep_last=2, keep_every_steps=30))
     own_copy = store / "checkpoints" / "step-00000010.bak" / "sha256.json"

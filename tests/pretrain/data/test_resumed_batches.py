@@ -112,7 +112,7 @@ def test_a_plain_loader_needs_no_workers_and_may_have_none(shapes: Path) -> None
         loader = loader_of(batches_of(shapes), workers)
         found = joined(digest(batch) for _ in range(3) for batch in islice(loader, len(loader)))
         assert found == line_of(shapes, 21)
-    with pytest.raises(RuntimeError, match="UserError: num_workers"):  # torch wraps it
+    with pytest.raises(RuntimeError, match="UserError: num_workers"):  # torch wraps the error
         next(iter(loader_of(batches_of(shapes), 1, DataLoader)))
 
 

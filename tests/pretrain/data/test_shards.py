@@ -78,7 +78,8 @@ def test_a_cut_shard_is_refused_before_training_and_an_unfinished_dataset_says_s
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        # in a mixture the label would be a class of the next dataset; a GPU would end the process
+        # in a mixture the label would be a class of the next dataset; on a GPU it would end the
+        # process
         *(((5, 2), label) for label in (-1, 8, 1 << 40)),
         *(((-1, 0), offset) for offset in (-512, 1 << 30)),
         (None, 0),  # the columns are stored one after the other

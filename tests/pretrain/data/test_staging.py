@@ -70,7 +70,7 @@ def test_the_samples_are_the_same_and_the_dataset_is_not_read_again(
     shutil.copytree(shapes, dataset)
     change_manifest(
         dataset, lambda manifest: manifest.update(name="renamed", tool_version="later")
-    )  # the same content
+    )  # the content is unchanged
     before = everything(data_of(dataset, scratch))
     data = stage(dataset, scratch)
     assert capsys.readouterr().out.startswith("staged ")
@@ -84,7 +84,7 @@ def test_the_samples_are_the_same_and_the_dataset_is_not_read_again(
 
 
 def stage_and_die(dataset: str, scratch: str) -> None:
-    """Be killed in the second tar."""
+    """Stage a dataset, and be killed in its second tar."""
     real, tars = ShardStore._pieces, list[Path]()
 
     def pieces(store: ShardStore, source: Path) -> Iterator[memoryview]:

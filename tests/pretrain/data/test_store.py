@@ -96,7 +96,8 @@ def use(store: ShardStore, *files: File) -> None:
 
 
 def cached(place: Path) -> set[str]:
-    """Return the hashes of the complete copies. Each copy is what its name says."""
+    """Return the hashes of the complete copies, after comparing each file with the hash in its
+    name."""
     hashes = set()
     for path in place.glob("*.tar"):
         with suppress(FileNotFoundError):  # removed meanwhile
@@ -247,7 +248,7 @@ def test_the_bound_holds_while_processes_walk_in_different_orders(
 
 
 def occupied(place: Path) -> int:
-    """Return the size of all files. A file that is renamed meanwhile counts once."""
+    """Return the total bytes of the files. A file that is renamed meanwhile is included once."""
     sizes = {}
     for entry in os.scandir(place):
         if entry.name.endswith((".tar", ".part")):

@@ -42,7 +42,7 @@ from tests.training import finish, start
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:unclosed file:ResourceWarning"
-)  # of stock webdataset
+)  # stock webdataset does not close its files
 SIZE, CLASSES = 16, 5
 
 

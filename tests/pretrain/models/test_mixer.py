@@ -209,7 +209,7 @@ def test_permutations_are_independent_and_a_function_of_the_seed() -> None:
     first = indices(seed=4)
     assert len(first) == 12
     assert len(set(first.values())) == 12
-    torch.manual_seed(0)  # must not matter
+    torch.manual_seed(0)  # the global seed must not matter
     assert indices(seed=4) == first
     assert not set(indices(seed=5).values()) & set(first.values())
     assert not set(indices(seed=None).values()) & set(indices(seed=None).values())

@@ -175,7 +175,7 @@ def test_srun_is_understood() -> None:
         ("", "6,4(x2)", "", "0", 6),
         ("7(x2)", "8(x2)", "", "1", 7),
         ("", "8(x2)", "5", "1", 5),  # the job's, not the step's
-        ("", "7(x2)", "8", "1", 7),  # 8 is but a limit
+        ("", "7(x2)", "8", "1", 7),  # 8 is only a limit
         ("what is this", "", "", "1", 14),
     ],
 )
