@@ -530,7 +530,8 @@ class Job:
         try:
             wait_for_successor(at.array, at.task, successor)
         except SlurmError as error:
-            raise End(f"jobs that depend on {label} cannot wait for {successor} ({error})") from None
+            problem = f"jobs that depend on {label} cannot wait for {successor}"
+            raise End(f"{problem} ({error})") from None
         return End("", 0)
 
     def refuse_if_too_few(self, bad: list[str], about: dict[str, str]) -> None:

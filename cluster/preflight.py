@@ -338,10 +338,7 @@ def summary(found: Sequence[Findings], *, took_s: float) -> str:
     """Return one line with the slowest network and the fullest disk."""
     parts = [f"preflight: {len({each['node'] for each in found})} nodes, {len(found)} ranks"]
     parts.append(f"{took_s:.0f} s")
-    for name, text in (
-        ("gb_per_s", "GB/s in an all-reduce"),
-        ("free_gb", "GB of scratch free"),
-    ):
+    for name, text in (("gb_per_s", "GB/s in an all-reduce"), ("free_gb", "GB of scratch free")):
         if values := [(each[name], each["node"]) for each in found if each.get(name)]:
             least, node = min(values)
             parts.append(f"at least {least:.3g} {text} ({node})")

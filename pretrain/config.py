@@ -106,7 +106,8 @@ def _kept_out(remedy: str) -> AfterValidator:
 
 
 _ELSEWHERE = (
-    "set the secret in data.storage (http: params={NAME: VALUE}), or as a $VARIABLE in the list"
+    "set the password or token in data.storage (http: params={NAME: VALUE}), or as a $VARIABLE in"
+    " the list"
 )
 Address = Annotated[str, _kept_out(_ELSEWHERE), PlainSerializer(recorded, return_type=str)]
 """Address of a dataset. A `pipe:` command in the address is never stored."""

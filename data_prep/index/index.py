@@ -292,7 +292,7 @@ def publish(plan: IndexPlan, shards: list[StockShard], found: list[StockRecord])
         place, at = cut[0]
         _report(
             f"{len(cut):,} of {len(shards):,} shards have data after their end mark ({place} at "
-            f"byte {at:,}), as if joined by cat. These data were skipped. Pack all files into one tar"
+            f"byte {at:,}), as if joined by cat. They were skipped. Pack all files into one tar"
         )
     return manifest
 

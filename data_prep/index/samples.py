@@ -190,7 +190,7 @@ def _picture(sample: StockSample, plan: IndexPlan) -> Member:
     pictures = _pictures(sample, plan)
     listed = " ".join(f".{printable(suffix)}" for suffix in sorted(suffixes))
     if len(pictures) > 1:
-        raise Rejection("several_images", f"{len(pictures)} of the members {listed} are images"[:200])
+        raise Rejection("several_images", f"{len(pictures)} images among {listed}"[:200])
     if not pictures:
         raise Rejection("no_image", f"no image among {listed}"[:200])
     if pictures[0].num_bytes > MAX_PICTURE_BYTES:

@@ -122,7 +122,8 @@ class CifarSource(RecordSource, of=CifarSettings):
 def _unpickle(data: bytes) -> dict[str, Any]:
     for opcode, argument, _ in pickletools.genops(data):  # raises ValueError for wrong lengths
         if "PUT" in opcode.name and int(argument or 0) > len(data):
-            raise ValueError("the pickle has an index beyond its length")  # pickle would reserve the memory
+            # pickle would reserve the memory
+            raise ValueError("the pickle has an index beyond its length")
     value = _Unpickler(io.BytesIO(data), encoding="bytes").load()
     if not isinstance(value, dict):
         raise ValueError("no dict")

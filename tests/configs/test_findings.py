@@ -221,6 +221,43 @@ def test_the_conclusion_about_sparse_mlps(
     assert all(end in line for line, end in zip(found, conclusions, strict=True)), found
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("law", "conclusions"),
+    [
+        ({}, {"follows", "Dataset", "Repeated"}),
+        ({"alpha": 0.3, "beta": 0.9}, {"follows", "Parameters", "Repeated"}),
+        ({"again": 1e4}, {"follows", "Dataset"}),
+        ({"largest": 1.2}, {"does not predict", "Dataset", "Repeated"}),
+        ({"floor": 0.6}, {"Not tested"}),
+    ],
+)
+def test_the_conclusion_about_scaling(
+    claims: Claims, monkeypatch: pytest.MonkeyPatch, law: Mapping[str, float], conclusions: set[str]
+) -> None:
+    """Errors of the data-constrained law in which repeated images lose value, with noise."""
+    scaling = claims("scaling")
+    monkeypatch.setattr(scaling, "LOGISTIC_ERRORS", dict.fromkeys(scaling.LOGISTIC_ERRORS, 60.0))
+    shape = {"alpha": 0.9, "beta": 0.3, "again": 5.0, "floor": 0.02, "largest": 1.0} | law
+    epochs, noise = np.arange(4.0, 33, 4), np.random.default_rng(0)
+    seen = 1 + shape["again"] * (1 - np.exp(-(epochs - 1) / shape["again"]))
+    template = pd.read_parquet(POINTS / "findings_mlp.parquet").iloc[0].to_dict()
+    rows = []
+    for size in (62_298, 149_162, 396_618, 742_378, 1_186_442, 2_036_858):
+        for images in scaling.LOGISTIC_ERRORS:
+            errors = shape["floor"] + 0.1 * (size / 1e6) ** -shape["alpha"] * 0.1
+            errors = errors + 0.2 * (images * seen / 1e5) ** -shape["beta"]
+            errors *= shape["largest"] if size == 2_036_858 else 1
+            for seed in range(60, 63):
+                own = {"run": f"{size}-{images}-{seed}", "parameters": size, "images": images}
+                own |= {"weights": own["run"], "multiply_adds": size, "seed": str(seed)}
+                own |= {"test_epochs": epochs, "test_errors": errors + noise.normal(0, 1e-4, 8)}
+                rows.append(template | own)
+    found = scaling.scaling(pd.DataFrame(rows))[-1]
+    words = {"follows", "does not predict", "Dataset", "Parameters", "Repeated", "Not tested"}
+    assert {word for word in words if word in found} == conclusions, found
+
+
 def sizes_by_macs(spec: AnySpec) -> tuple[int, int, int, int]:
     """Return the layers, the width, the MACs and the number of parameters of an MLP."""
     assert isinstance(spec, MlpSpec)
