@@ -58,8 +58,8 @@ class Entries:
 
     names: list[str]
     offsets: NDArray[np.int64]
-    """Position of each entry for `Source.read`. For a file of its own, the modification time in
-    ns."""
+    """Position of each entry for `Source.read`. If the entry is a file, this is its modification
+    time in ns."""
     sizes: NDArray[np.int64]
     labels: NDArray[np.int32]
 
@@ -76,7 +76,7 @@ class Entries:
 
 
 class Entry(NamedTuple):
-    """One input file of a build."""
+    """One input of a build."""
 
     container: Container
     name: str
@@ -97,8 +97,6 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Outline:
-    """Classes and containers of a source."""
-
     classes: tuple[str, ...]
     containers: tuple[Container, ...]
     beside: tuple[tuple[str, str], ...] = ()

@@ -32,8 +32,7 @@ MAX_INPUT_BYTES = 1 << 30
 
 
 def build(settings: BuildSettings) -> Manifest:
-    """Build the dataset at `settings.out` and return its manifest. You can repeat the call after
-    any interruption."""
+    """Build the dataset at `settings.out` and return its manifest."""
     directory = settings.directory
     source = open_source_of(settings)
     with own_place(directory), Pool(settings.num_workers) as pool:

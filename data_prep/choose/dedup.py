@@ -57,8 +57,6 @@ class Part:
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Samples that repeat an earlier sample."""
-
     parts: list[Part]
     positions: Ids
     """Positions of the repeated samples in the concatenation of all splits, ascending."""

@@ -190,7 +190,9 @@ def _picture(sample: StockSample, plan: IndexPlan) -> Member:
     pictures = _pictures(sample, plan)
     listed = " ".join(f".{printable(suffix)}" for suffix in sorted(suffixes))
     if len(pictures) > 1:
-        raise Rejection("several_images", f"{len(pictures)} of the members {listed} are images"[:200])
+        raise Rejection(
+            "several_images", f"{len(pictures)} of the members {listed} are images"[:200]
+        )
     if not pictures:
         raise Rejection("no_image", f"no image among {listed}"[:200])
     if pictures[0].num_bytes > MAX_PICTURE_BYTES:
@@ -260,7 +262,7 @@ def _look(data: bytes, plan: IndexPlan, found: Contents, *, decoded: bool) -> in
 
 
 def _raw_size(rows: list[IndexRow], sizes: set[int | None]) -> int | None:
-    """Return the images' size if all have the same size and the same distance in the tar, else
+    """Return the size in pixels if all images have one size and equal distances in the tar, else
     None. The shard can then be read as an array."""
     if not rows or len(sizes) != 1 or None in sizes or len({row.num_bytes for row in rows}) != 1:
         return None
