@@ -98,7 +98,8 @@ def check_driver(_: Submission, environment: Mapping[str, str]) -> Iterable[Find
 
 
 def compare_driver(driver: str, cuda: str) -> Finding:
-    """Compare a driver with a CUDA version. install.sh prints the fix before it downloads torch."""
+    """Return FAULT if the driver is too old. install.sh prints the fix before it downloads
+    torch."""
     oldest = OLDEST_DRIVER.get(int(cuda.partition(".")[0]), "0")
     if _parts(driver) >= _parts(oldest):
         return Finding("driver", "ok", f"{driver} runs torch's CUDA {cuda}")

@@ -25,7 +25,7 @@ class Published:
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of `data_prep build`, except `source.path` and `out`."""
     folder: str = ""
-    """Name of the folder for the downloaded files, if the dataset has several."""
+    """Name of the folder for the downloaded files, if there are several files."""
     installed: Path | None = None
     """Folder in which a Debian package installs the same files."""
 
@@ -97,4 +97,4 @@ CATALOG = {
 }
 """Datasets by name. scikit-learn contains the files of `digits`."""
 BY_HAND = {"imagenet1k": "imagenet", "imagenet21k": "winter21_whole"}
-"""Datasets that you must download by hand, to accept their terms: name -> folder."""
+"""Datasets that you must download by hand, to accept their terms: name -> folder in `ARCHIVES`."""

@@ -1,7 +1,8 @@
 """Types of web servers and buckets: their fsspec clients, and the meaning of client errors.
 
-Storage options (arguments of a client, such as credentials) go to only one host. remote.py repeats
-requests, so the clients' own retries are turned off as far as possible.
+Storage options (arguments of a client, such as credentials) go only to a dataset's own host, never
+to the target of a redirect. remote.py repeats requests, so the clients' own retries are turned off
+as far as possible.
 """
 
 import hashlib

@@ -46,7 +46,7 @@ class Container(NamedTuple):
     """Label of all entries in the container; None if each entry has its own."""
     offset: int = 0
     num_bytes: int = 0
-    """Range of the container in a larger file or dataset: bytes, items or row groups."""
+    """`offset` and `num_bytes` are its range in a larger file, in bytes, items or row groups."""
     stamp: str = ""
     """Size and modification time of the container's file; "" if only a new listing can show
     changes."""

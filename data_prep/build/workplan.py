@@ -291,7 +291,7 @@ def described(settings: BuildSettings, source: Source, exclusions: Exclusions) -
         "exclude": exclusions.digest[:12] or None,
     }
     if config["per_class"] is None:
-        del config["per_class"]  # as in older manifests
+        del config["per_class"]  # older manifests do not have this key
     return config | of_files
 
 

@@ -90,7 +90,6 @@ class _Parent:
 
 
 def subset(source: Path, out: Path, selection: Selection) -> Manifest:
-    """Make the subset `out` and return its manifest."""
     manifest = load_manifest(source)
     if out.resolve() == source.resolve():
         problem, fix = f"{out} is the parent dataset", "choose another directory"

@@ -2,7 +2,7 @@
 
 This module reads the headers, so sizes are known before decoding:
 
-- WebP: RIFF, length, WEBP, chunks. Extended files (VP8X) contain the size of the canvas, other
+- WebP: a RIFF file of chunks. Extended files (VP8X) contain the size of the canvas, other
   files the size of their only frame (VP8 is lossy, VP8L lossless).
 - AVIF: boxes of one image. Sequences (brand avis) are not read, because imagecodecs 2026.3 writes
   beyond its buffer for their first frame.
@@ -67,7 +67,7 @@ def decode_coded(data: bytes, header: Header) -> Image.Image:
             case _:
                 pixels_HWC = imagecodecs.jpegxl_decode(data, index=0, numthreads=1)
     except RuntimeError:
-        np.empty((*header.size, 16), np.uint8)  # raises MemoryError if that is the cause
+        np.empty((*header.size, 16), np.uint8)  # MemoryError if memory is the cause
         raise
     if sorted(pixels_HWC.shape[:2]) != sorted(header.size):
         raise Rejection(

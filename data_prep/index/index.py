@@ -73,7 +73,6 @@ class StockRecord(Settings):
 
 
 def index(settings: IndexSettings) -> Manifest:
-    """Index the shards and return the manifest of `settings.out`."""
     directory, shards = settings.directory, list_shards(settings)
     plan = _plan(settings, shards)
     with own_place(directory):

@@ -109,7 +109,8 @@ class Contents:
     has_numbers: bool = False
     channels: ChannelSums = field(default_factory=ChannelSums)
     raw_size: int | None = None
-    """Size of the images if all are raw, have one size, and are placed as in shards of `build`."""
+    """Side of the images in pixels, if all are raw, have one size, and are placed as in shards of
+    `build`."""
 
     def number(self, label: int | str) -> int:
         if isinstance(label, str):
@@ -241,8 +242,8 @@ def _where_else(descriptor: int, sample: StockSample) -> str:
 
 
 def _look(data: bytes, plan: IndexPlan, found: Contents, *, decoded: bool) -> int | None:
-    """Check an image. Return its size if it is raw, else None. Raise Rejection if it cannot be
-    used. `decoded`: decode it, and add it to the channel statistics."""
+    """Check an image. Return its side in pixels if it is raw and square, else None. Raise Rejection
+    if it cannot be used. `decoded`: decode it, and add it to the channel statistics."""
     settings = plan.settings
     if decoded:
         image, _ = decode(data, max_pixels=settings.max_pixels)
