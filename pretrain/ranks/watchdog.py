@@ -8,7 +8,7 @@ carries JSON objects, one per line. Messages without the token of this run are i
    fails reports its error.
 2. The first rank sends the verdict to all ranks and prints it. Every rank ends with exit code 1. If
    the first rank itself is lost, the first survivor of each node prints the line.
-3. A stopped rank that still waits for missing data ends all ranks with exit code 0.
+3. If a rank still waits for data STUCK_WAIT_S after a stop request, all ranks end with exit code 0.
 4. After `watch`, beats carry the standing of a rank (hangs.py). If no lagging rank progresses for
    `hang_timeout_s`, the run hangs. A run of one rank has only this check, and no connection.
 5. Ranks that end because of a hang or a silent rank append their stacks to RUN/stacks/rank-N.txt.
@@ -17,8 +17,8 @@ carries JSON objects, one per line. Messages without the token of this run are i
 6. Then these ranks write their last collectives (torch's flight recorder) to
    RUN/stacks/flight-recorder-N.
 
-The thread reads all messages before it decides, and checks ranks once per beat. Beats may carry a
-small dict (`report`) to the first rank (`received`). Neither function may block.
+A beat may carry a small dict from a rank's callback `report` to the first rank's callback
+`received`. Neither callback may block.
 """
 
 import faulthandler
@@ -431,8 +431,8 @@ class Watchdog:
         os._exit(0 if verdict.why == "waits" else 1)
 
     def _dump_stacks(self, path: Path, verdict: Verdict) -> None:
-        """Collect the stacks in memory, and append them to the file. Print the stacks if the
-        storage fails, because it may cause the hang."""
+        """Collect the stacks in memory, and append them to the file. Print the stacks if the file
+        cannot be written, because failed storage may be the cause of the hang."""
         memory = os.memfd_create("stacks")
         faulthandler.dump_traceback(memory, all_threads=True)
         stacks = os.pread(memory, 1 << 20, 0).decode(errors="replace")

@@ -82,7 +82,7 @@ def _fill_in_torch(environment: MutableMapping[str, str]) -> None:
     ):  # torch reads it before a GPU's first allocation; a CPU ignores it
         environment[
             ALLOCATOR[0]
-        ] = (  # evaluation, gathers of stage 3 and other batch sizes fragment memory without it
+        ] = (  # without it, evaluation, ZeRO 3's gathers and new batch sizes fragment memory
             "expandable_segments:True"
         )
 
@@ -136,8 +136,8 @@ def read_world(environment: MutableMapping[str, str] = os.environ) -> World:
 
 
 def _cores_per_rank(environment: MutableMapping[str, str]) -> int:
-    """Return the cores of a rank. A rank that is a SLURM task has the cores that it is bound to, at
-    most its part of the step's cores. Other ranks share all available cores."""
+    """Return the cores of a rank. A SLURM task has the cores that it is bound to, at most its part
+    of the job step's cores on this node. Other ranks share all available cores."""
     here, local = len(os.sched_getaffinity(0)), int(environment.get("LOCAL_WORLD_SIZE", "1"))
     of_task, of_node = (
         int(environment.get(name, "0")) for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE")
