@@ -2,7 +2,7 @@
 
 P parameters on N ranks; w bytes per weight in the forward pass: 4 in fp32, 2 in bf16 and fp16.
 Stage 0 keeps fp32 weights in any precision. The optimizer keeps K values per weight (Lion and SGD
-1, AdamW 2), in fp32, as the master weights and the average are.
+1, AdamW 2). These values, the master weights and the moving average are in fp32.
 
     stage  weights  master  optimizer  gradients             sent in a step of A micro-batches
     0      4 P      -       4 K P      4 P                   2 r 4 P
@@ -13,9 +13,9 @@ Stage 0 keeps fp32 weights in any precision. The optimizer keeps K values per we
 * The sum over micro-batches is in fp32. It takes 4 P + 4 P/N in bf16 and 8 P in fp32, or 4 P on
   one rank. fp16 and offload need 4 P + 4 P/N even without accumulation.
 
-r = (N - 1) / N is the fraction that a ring sends. Stage 1 reduces once a step, stages 2 and 3 in
-each micro-batch. Stage 2 reduces by an all-reduce. Stage 3 gathers the weights twice and scatters
-the gradients once. Activations and padding are not included.
+r = (N - 1) / N is the fraction of a tensor that each rank of a ring sends. Stage 1 reduces once a
+step, stages 2 and 3 in each micro-batch. Stage 2 reduces by an all-reduce. Stage 3 gathers the
+weights twice and scatters the gradients once. Activations and padding are not included.
 """
 
 import math
