@@ -78,8 +78,8 @@ def num_features_of(spec: AnySpec, *, image_size: int) -> int:
 
 
 def _parts(spec: AnySpec, *, image_size: int) -> tuple[Cost, Cost, int]:
-    """Return the costs of stem and blocks, and the number of features. A timm or structured model
-    counts completely as blocks."""
+    """Return the costs of stem and blocks, and the number of features. For timm and structured
+    models, the complete cost is in the blocks."""
     spec.check(image_size=image_size)
     match spec:
         case MlpSpec():
@@ -273,8 +273,8 @@ def width_and_connections(spec: AnySpec, *, image_size: int) -> tuple[int | None
     """Return the width m, and Omega for the actual (rounded) hidden sizes. A value is None if the
     papers do not define it for the model.
 
-    A first block that maps S0 to S tokens counts like the other blocks. A mask counts with its
-    expected number of connections.
+    A first block that maps S0 to S tokens is treated like the other blocks. A mask has its expected
+    number of connections.
     """
     match spec:
         case MlpSpec():

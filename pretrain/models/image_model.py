@@ -33,7 +33,8 @@ class ImageModel(nn.Module, ABC):
     head: nn.Module
 
     def __init__(self, *, num_features: int, num_classes: int, pixels_per_place: int):
-        """`pixels_per_place`: side of the image square that one position of `as_map` covers."""
+        """`pixels_per_place`: side in pixels of the image square that one position of `as_map`
+        covers."""
         super().__init__()
         self.num_features = self.head_hidden_size = self.embed_dim = num_features
         self.num_classes, self.pixels_per_place = num_classes, pixels_per_place

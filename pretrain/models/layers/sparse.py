@@ -57,7 +57,8 @@ class Connections:
 
     @property
     def rows(self) -> Tensor:
-        """Return the output of every connection (int64), by operations that ONNX supports."""
+        """Return the output number of every connection (int64), by operations that ONNX
+        supports."""
         starts = self.row_starts[1:-1].long()
         steps = torch.zeros(self.columns.shape[0] + 1, dtype=torch.int64, device=starts.device)
         return steps.scatter_add(0, starts, torch.ones_like(starts)).cumsum(0)[:-1]
@@ -121,7 +122,8 @@ def draw_connections(num_inputs: int, *, num_outputs: int, density: float) -> Co
 
 
 def _draw_places(size: int, *, density: float) -> Tensor:
-    """Draw ascending positions below `size`, on the CPU, from their geometric gaps."""
+    """Draw ascending positions below `size`, on the CPU. The gaps between them are geometrically
+    distributed."""
     if density == 1:
         return torch.arange(size, device="cpu")
     num_gaps = int(size * density + 6 * (size * density) ** 0.5 + 16)
