@@ -6,7 +6,7 @@ Hashing runs in the background and stops the run at the first shard with a wrong
    downloaded shards are hashed as they arrive.
 2. On each rank, a thread of the lowest priority hashes the rank's shards. RUN/checked/rank-R.jsonl
    gets a line for each correct shard (path, size, mtime, sha256). Later attempts skip this shard.
-3. A rank with a wrong shard fails at its next step, or at the end of training, and the heartbeat
+3. A rank with a wrong shard fails at its next step, or at the end of training, and the watchdog
    ends the other ranks.
 
 Checkpoints do not wait for the hashes, so earlier checkpoints may have been trained on wrong bytes.

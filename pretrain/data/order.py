@@ -163,7 +163,8 @@ class Order:
         return self._blockwise(within, key)
 
     def _blockwise(self, within: Ids, key: int) -> Ids:
-        """Permute complete blocks within windows. The last, shorter block ends the epoch."""
+        """Permute the complete blocks, and the samples within each window. The last, shorter block
+        ends the epoch."""
         num_blocks = self.num_samples // self.block_size
         window_size = self.block_size * self.window_blocks
         whole = num_blocks * self.block_size

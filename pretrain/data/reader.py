@@ -123,8 +123,6 @@ class ShardReader:
             [part.manifest.crop == "full" for part, _ in self._placed], np.bool_
         )
         self.is_remote, self.decodes = self._shards.any_remote, not bool(self._is_raw.all())
-        """`is_remote`: True if any shard is remote. `decodes`: True if any image must be decoded.
-        """
         self._pictures = self._blockwise()
 
     @cached_property
@@ -177,8 +175,8 @@ class ShardReader:
             return self._decode(places, others, batch_BHWC.numpy())
 
     def aspects(self, places: Places) -> NDArray[np.float64] | None:
-        """Return width / height of the images before `build` squashed them; None if no image was
-        squashed."""
+        """Return width / height of the images before `data_prep build` squashed them; None if it
+        squashed none."""
         if not self._is_full.any():
             return None
         found, rows = np.ones(len(places.ids)), np.flatnonzero(self._is_full[places.shards])

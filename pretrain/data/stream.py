@@ -188,8 +188,7 @@ class Stream:
                 )
 
     def _samples_of(self, url: str) -> Iterator[Sample]:
-        """Yield the samples of a shard. After an error, open the shard again and skip earlier
-        samples."""
+        """Yield the samples of a shard, also after a read error (step 1 above)."""
         source: Iterator[Sample] | None = None
         num_given = 0
 
