@@ -87,8 +87,8 @@ class Position:
         return Position(**json.loads(path.read_text())) if path.exists() else Position()
 
     def is_complete(self, run_dir: Path) -> bool:
-        """Return True if all events and the final status are delivered. An incomplete last line
-        does not count."""
+        """Return True if all events and the final status are delivered. An incomplete last line is
+        ignored."""
         with open(run_dir / JOURNAL, "rb") as journal:
             has_news = bool(_complete_lines(journal, self.offset))
         return not has_news and not self.owed and self.status not in ("", "RUNNING")
@@ -311,7 +311,7 @@ def sync(run_dir: Path) -> int:
         position = Position.read(run_dir)
         has_arrived = position.offset >= end and is_at_work(run_dir)
         if has_arrived or position.is_complete(run_dir):
-            break  # another process has delivered it
+            break  # another process has delivered the run
         if position != last:
             last, last_s = position, time.monotonic()
         if time.monotonic() - last_s >= _SYNC_LIMIT_S:
@@ -358,7 +358,7 @@ def _main() -> int:
     """Deliver a run. The arguments are the run directory, the time limit after the trainer's end,
     and the sinks."""
     os.nice(10)  # training comes first
-    for number in SIGNALS:  # SLURM signals every process of a step; the pipe ends this process
+    for number in SIGNALS:  # SLURM signals every process of a job step; the pipe ends this process
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the trainer has blocked them
     run_dir, flags = Path(sys.argv[1]), os.O_WRONLY | os.O_APPEND | os.O_CREAT

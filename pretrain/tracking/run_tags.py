@@ -183,7 +183,7 @@ def shown_command(words: list[str]) -> str:
 
 
 def _given(word: str) -> str:
-    """Return the original path of a config. A job reads a copy in cluster/snapshot."""
+    """Return the original path of a config if `word` is a cluster job's copy, otherwise `word`."""
     copy = re.fullmatch(r"([^=]*)/jobs/snapshots/[^/]+(/given)?/(.+)", word)
     if copy is None:
         return word
@@ -193,8 +193,8 @@ def _given(word: str) -> str:
 
 @cache
 def git_commit() -> str:
-    """Return the commit of the running code, with -dirty if the code was changed. A job's snapshot
-    contains its commit."""
+    """Return the commit of the running code, with -dirty if the code was changed. A cluster job's
+    copy of the code contains the commit."""
     here = Path(__file__).parents[1]
     said = here.parent / "COMMIT"
     try:
@@ -202,7 +202,7 @@ def git_commit() -> str:
             return said.read_text().strip() or "unknown"
         if not (
             here.parent / "pyproject.toml"
-        ).exists():  # a repository around the environment is not ours
+        ).exists():  # a git repository around an installed package is not ours
             return f"wide_mlps-{version('wide-mlps')}"
         return subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],

@@ -103,7 +103,7 @@ class Wandb:
         )
         self._run.define_metric(
             "*", step_metric="step"
-        )  # wandb's own step may not decrease, as a node's step numbers may
+        )  # wandb's own step may not decrease, but node metrics count their own steps
         self._code = 0
 
     def write(self, event: dict[str, Any]) -> None:
