@@ -428,7 +428,7 @@ class AugmentSettings(Settings):
 
     @property
     def recipe(self) -> str:
-        """List the settings that differ from no augmentation, with their values."""
+        """Text with the settings that differ from no augmentation, and their values."""
         plain = AugmentSettings(flip_probability=0).fed_as("bilinear", 1.0).model_dump(mode="json")
         fed = self.fed_as("bilinear", 1.0).model_dump(mode="json")
         return (
@@ -514,7 +514,8 @@ class ScheduleSettings(Settings):
 
 
 def _number_or_auto(value: object) -> object:
-    """Check the value with one message. pydantic would print a message for each allowed type."""
+    """Check the value, and report a bad value once. pydantic would report it once per allowed
+    type."""
     if value in (None, "auto") or (type(value) is int and value >= 1):
         return value
     fix = "Write a whole number from 1, or auto"
