@@ -639,8 +639,9 @@ class CheckpointSettings(Settings):
         if "?" in place:
             fix = "Remove the part of the address that begins with ?"
             raise UserError(field, "a query (?...) is not supported", fix, code="bad-value")
+        # an explicit remote=null also allows remote_storage
         is_named = self.remote is not None or "remote" in self.model_fields_set
-        check_needs(self, "checkpoint", {"remote_storage": (is_named, field)})  # null: no remote
+        check_needs(self, "checkpoint", {"remote_storage": (is_named, field)})
         return self
 
 

@@ -181,7 +181,7 @@ def read_card(directory: Path) -> ModelCard:
         if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
             raise WeightsError(str(path), problem, fix, code="missing-path") from None
         raise CheckpointError(str(path), problem, fix, code="unreadable") from None
-    except (ValueError, LookupError, TypeError, AttributeError) as error:  # written by others
+    except (ValueError, LookupError, TypeError, AttributeError) as error:  # another program's file
         problem = f"the file is not valid ({str(error).splitlines()[0]})"
         raise WeightsError(str(path), problem, "Use other weights", code="unknown-format") from None
 

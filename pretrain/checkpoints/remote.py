@@ -160,8 +160,8 @@ class Remote:
             self._keep_only(fetched)
 
     def _fetch_best(self) -> None:
-        """Fetch the best checkpoint by best.json and by the newest checkpoint's trainer.json, if
-        RUN lacks it."""
+        """Fetch the best checkpoint that best.json or the newest trainer.json names, if RUN lacks
+        it."""
         found = {_best_step(self._local(_BEST))}
         for newest in list_checkpoints(self.run_dir)[-1:]:
             trainer = self._local(f"checkpoints/{newest.name}/{TRAINER}")

@@ -214,7 +214,7 @@ class ShardStore:
             if not is_held:
                 return False
             self._held[file.name] += 1
-            if not (is_complete := self._is_complete(file)):  # removed before it was locked
+            if not (is_complete := self._is_complete(file)):  # another process removed it before
                 self.release([file])
             return is_complete
 

@@ -122,7 +122,7 @@ class Stream:
     def end_waits(self) -> None:
         self._stop.set()
         for command in list(self._commands):
-            _end(command.proc)  # a silent command would never end
+            _end(command.proc)  # reading from a silent command would never end
 
     close = end_waits
 

@@ -144,7 +144,7 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         return 0, 1
 
     def state_dict(self) -> dict[str, Any]:
-        self.is_followed = get_worker_info() is not None  # torchdata calls this first in a worker
+        self.is_followed = get_worker_info() is not None  # in a worker, torchdata calls this first
         return self._identity | {"epoch": self.epoch, "samples": self.samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -42,7 +42,7 @@ bf16 even for a small model."""
 
 
 def bucket_elements(num_parameters: int) -> int:
-    return min(-(-num_parameters // 8) * 8, MAX_BUCKET_ELEMENTS)  # DeepSpeed needs it even
+    return min(-(-num_parameters // 8) * 8, MAX_BUCKET_ELEMENTS)  # DeepSpeed needs an even size
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def held(training: Training) -> Held:
     if stage > 0:
         num_buckets = 2 if stage < 3 and training.num_ranks > 1 else 1
         bucket = float(num_buckets * each * bucket_elements(size))
-    if training.offload != "none":  # the rest is in host memory
+    if training.offload != "none":  # offloaded state is in host memory
         shards, gradients = 0.0, 0.0 if stage >= 2 else gradients
     if training.offload == "all":
         weights = 0
@@ -225,7 +225,7 @@ def _ms(seconds: float) -> str:
 
 
 def in_hours(hours: float) -> str:
-    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"  # a bound needs no more digits
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"  # a lower bound needs no more digits
 
 
 def print_plan(plan: Plan, num_nodes: Sequence[int], console: "Console") -> None:

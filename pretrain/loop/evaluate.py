@@ -59,7 +59,7 @@ def evaluate(
     the same batch."""
     device, num_bad = augmentation.device, 0
     sums, real_sums = (torch.zeros(size, dtype=torch.float64, device=device) for size in (4, 2))
-    hits_2K = sums.new_zeros(2, 0)  # (correct, number) of each class
+    hits_2K = sums.new_zeros(2, 0)  # correct and all images of each class
     real: RealLabels | None = None
     with (
         progress(

@@ -147,14 +147,14 @@ class Trainer:
             self.stopping = any_rank(self.stop.raised_by is not None, device=self.engine.device)
             if (
                 self.owes_evaluation or self.step >= self.num_steps
-            ):  # the last evaluation did not end
+            ):  # evaluation was skipped or killed
                 self._evaluate()
             self.meter.restart()
             while self.step < self.num_steps and not self.stopping:
                 self.window.begin_step(self.step + 1)
                 try:
                     queued = self._queue_step(feed)
-                except Interrupted:  # during the wait for data
+                except Interrupted:  # while waiting for data
                     self.stopping = True
                     break
                 self._finish_step()  # the previous step
@@ -309,7 +309,7 @@ class Trainer:
         self.line.advance(note=in_words(self.reading, self.scores, scored_step=self.scored_step))
 
     def _evaluate(self) -> None:
-        """Evaluate. If the run must stop, skip the evaluation; the resumed run evaluates first."""
+        """If the run must stop, skip the evaluation; the resumed run evaluates first."""
         self.owes_evaluation = self.eval_reader is not None
         if self.stopping:
             return

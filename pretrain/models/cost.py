@@ -62,7 +62,8 @@ name."""
 
 
 def cost_of(spec: AnySpec, *, num_classes: int, image_size: int) -> Cost:
-    """Return the cost. For other timm models and for `model.import`, all numbers are 0."""
+    """Return the cost, or zeros for a TimmModelSpec or ImportSpec, because their cost is
+    unknown."""
     if isinstance(spec, TimmModelSpec | ImportSpec):
         return Cost()
     stem, blocks, num_features = _parts(spec, image_size=image_size)
@@ -104,7 +105,7 @@ def _parts(spec: AnySpec, *, image_size: int) -> tuple[Cost, Cost, int]:
         case TimmModelSpec():
             return Cost(), Cost(), spec.num_features
         case ImportSpec():
-            return Cost(), Cost(), 0  # unknown without its weights
+            return Cost(), Cost(), 0  # unknown before the model is built
 
 
 def forward_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:

@@ -108,7 +108,7 @@ class ImageModel(nn.Module, ABC):
         output_fmt: Literal["NCHW", "NLC"] = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Return the features and the outputs of the blocks `indices` (an integer selects the last
+        """Return the features and the outputs of the blocks `indices` (an integer n: the last n
         blocks), as maps or as (B, positions, channels)."""
         taken = taken_blocks(indices, num_blocks=len(self.blocks))
         x_BF, found = self.embed(x), []

@@ -44,7 +44,7 @@ def _block_layer(
     layer = _layer(spec, num_inputs, width=width, num_outputs=num_outputs)
     if spec.init_gain == "spectral" and not layer.bias.is_meta:
         weights = layer.values if isinstance(layer, SparseLinear) else layer.weight
-        if largest := largest_singular_value(layer.matrix()):  # 0 without connections
+        if largest := largest_singular_value(layer.matrix()):  # 0 if there are no connections
             weights.data *= (num_inputs**0.5 + num_outputs**0.5) / width**0.5 / largest
     return layer
 

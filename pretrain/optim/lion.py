@@ -121,7 +121,7 @@ def by_operations(
     torch._foreach_add_(weights, updates, alpha=-lr)
     torch._foreach_mul_(momenta, beta2)
     torch._foreach_add_(momenta, gradients, alpha=1 - beta2)
-    torch._foreach_add_(weights, momenta, alpha=0)  # NaN if the momentum is not finite
+    torch._foreach_add_(weights, momenta, alpha=0)  # non-finite momenta make weights NaN
 
 
 # ---- the compiled pass

@@ -115,7 +115,7 @@ class Exchange:
 
 
 def any_rank(flag: bool, *, device: torch.device) -> bool:
-    """Return True, on all ranks, if any rank raised its flag."""
+    """Return True, on all ranks, if `flag` is True on any rank."""
     return bool(all_sum(torch.tensor(float(flag), device=device)) > 0) if is_distributed() else flag
 
 

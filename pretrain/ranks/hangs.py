@@ -105,7 +105,7 @@ class Verdict:
             "hangs": self.detail,
             "waits": "waits for data, and all ranks were told to stop",
         }[self.why]
-        # the error may occur again
+        # a repeated command may fail again
         resume = "" if self.why == "failed" else ". Run the same command to resume"
         return f"{self.peer} {what}; the run stops{resume}"
 

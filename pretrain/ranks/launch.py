@@ -112,7 +112,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], *, joined: int) -> int:
             if code not in (None, 0):
                 _wait(
                     ranks if _have_joined(joined) else ranks[:1], LAST_WORDS_S
-                )  # the first rank reports an error of all ranks
+                )  # the first rank reports an error that all ranks have
                 if code not in (INTERRUPTED, BUSY):
                     print(
                         f"launch: rank {number} ended with {describe(code)}; ending the others",

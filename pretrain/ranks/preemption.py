@@ -29,7 +29,7 @@ _LOOK_S = 0.2
 
 
 def heeded_signals() -> list[signal.Signals]:
-    """Return the signals that stop this process: under nohup, all except SIGHUP."""
+    """Return the signals that stop this process: SIGNALS, without SIGHUP under nohup."""
     return [
         each
         for each in SIGNALS
@@ -89,7 +89,7 @@ class StopFlag:
         return 0.0 if self._waits_since_s is None else self.ignored_s(self._waits_since_s)
 
     def ignored_s(self, since_s: float) -> float:
-        """Return the seconds since the stop request or `since_s`, the later one; 0 without a
+        """Return the seconds since the later of the stop request and `since_s`; 0 without a
         request."""
         return 0.0 if self.raised_by is None else time.monotonic() - max(since_s, self._raised_at_s)
 

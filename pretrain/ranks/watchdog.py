@@ -68,7 +68,7 @@ Message = dict[str, Any]
 @contextmanager
 def watched(world: World, ranks: RanksSettings, *, device: torch.device) -> "Iterator[Watchdog]":
     """End all ranks if a rank is lost, freezes or fails inside the block. All ranks enter the block
-    after they have joined."""
+    after they have joined the process group."""
     watchdog = Watchdog(world, ranks)
     watchdog.start(lambda numbers: all_sum(torch.tensor(numbers, device=device)).tolist())
     report_joined()
@@ -138,7 +138,8 @@ def listen(address: str, *, is_one_node: bool) -> socket.socket:
 
 
 class Watchdog:
-    """Call `start` on all ranks together, and `stop` when this rank's work is done."""
+    """Watchdog of one rank. Call `start` on all ranks together, and `stop` when this rank's work is
+    done."""
 
     def __init__(self, world: World, ranks: RanksSettings):
         self._world, self._timeout_s = world, ranks.heartbeat_timeout_s
@@ -227,7 +228,7 @@ class Watchdog:
         own = {"OutOfMemoryError", "NotImplementedError", "RecursionError"}
         is_own = not isinstance(error, RuntimeError) or names & own
         if not self._is_alone and not is_own and self._has_verdict.wait(BLAME_S):
-            time.sleep(600)  # the thread ends this process
+            time.sleep(600)  # the watchdog's thread ends this process
         self._leave({"failed": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"})
 
     def _leave(self, message: Message) -> None:

@@ -151,7 +151,7 @@ def _cores_per_rank(environment: MutableMapping[str, str]) -> int:
 
 def _tasks_of_this_node(environment: MutableMapping[str, str]) -> int:
     """Return the number of SLURM tasks on this node, from the first complete list: the job step's,
-    then the job's. "4(x3),2" is 4, 4, 4, 2."""
+    then the job's. "4(x3),2" means nodes with 4, 4, 4 and 2 tasks."""
     num_tasks, node = int(environment["SLURM_NTASKS"]), int(environment.get("SLURM_NODEID", "0"))
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         parts = [_TASKS.fullmatch(part) for part in environment.get(name, "").split(",")]

@@ -167,7 +167,8 @@ class Delivery:
             self.position.has_ended = status != "RUNNING"
         owed = self.position.owed
         owed += [each for each in events if each["event"] in _FILES and each not in owed]
-        owed.sort(key=lambda event: event["event"] == "version")  # files do not wait for a registry
+        # files do not wait for the model registry
+        owed.sort(key=lambda event: event["event"] == "version")
 
     def _send_file(self, event: dict[str, Any]) -> None:
         path = Path(event["path"])
@@ -299,7 +300,7 @@ def sync(run_dir: Path) -> int:
     identity, before = RunIdentity.read(run_dir), Position.read(run_dir).offset
     queue = Queue(identity.uri, run_dir)
     queue.add(identity.run_key, run_dir)
-    end = (run_dir / JOURNAL).read_bytes().rfind(b"\n") + 1  # a running training writes more
+    end = (run_dir / JOURNAL).read_bytes().rfind(b"\n") + 1  # a running training may write more
     last, last_s = Position.read(run_dir), time.monotonic()
     while True:
         try:

@@ -80,7 +80,7 @@ def training_tags(
             "The same command resumes the run.",
         ],
         run_dir=Path(settings.run_dir),
-    ) | {"duration": train.duration}  # the parameter keeps the first duration
+    ) | {"duration": train.duration}  # MLflow's parameter keeps the first duration
 
 
 def slurm_tags() -> dict[str, str]:
@@ -94,13 +94,13 @@ def slurm_tags() -> dict[str, str]:
 
 
 KNOWN = ("cifar", "stl10", "tinyimagenet", "mnist", "imagenet1k", "imagenet21k")
-"""Source kinds with a single dataset, however it is named."""
+"""Kinds of sources with a single dataset, whatever its name."""
 
 
 def target_of(manifest: Manifest) -> str:
     """Return the dataset's common name (cifar10, stl10, imagenet1k), or its own name."""
     kind = manifest.source.get("kind")
-    if kind not in KNOWN or manifest.source.get("variant", kind) != kind:  # Fashion-MNIST
+    if kind not in KNOWN or manifest.source.get("variant", kind) != kind:  # e.g. Fashion-MNIST
         return manifest.name
     return f"{kind}{len(manifest.classes)}" if kind == "cifar" else str(kind)
 

@@ -24,7 +24,7 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """The sinks of one run, with their position in the event log."""
+    """The files of one run for other tools (sinks), and their position in the event log."""
 
     def __init__(self, run_dir: Path, names: Iterable[str]):
         self._journal, self._offset = run_dir / "tracking" / "journal.jsonl", 0

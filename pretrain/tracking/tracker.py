@@ -285,7 +285,7 @@ class _Deliverer(threading.Thread):
         self.join(self._close_timeout_s + STUCK_S)
         process = self.process
         if process is not None and self.is_alive():
-            process.kill()  # it is stuck in the client of the database
+            process.kill()  # it hangs in the client of the database
             self.join(STUCK_S)
             return "no reply from the database"
         os.close(self._read_end)
@@ -344,7 +344,7 @@ class Journal:
         self._changed, self._closing = threading.Condition(), False
         self._writer = threading.Thread(target=self._write_lines, name="journal", daemon=True)
         self._writer.start()
-        atexit.register(self.close, timeout_s=2.0)  # for a process that does not close
+        atexit.register(self.close, timeout_s=2.0)  # for a process that ends without `close`
 
     def append(self, event: dict[str, Any]) -> None:
         line = json.dumps(event | {"time_ms": int(time.time() * 1000)}).encode() + b"\n"
@@ -378,9 +378,7 @@ class Journal:
                     break
                 lines = bytes(self._waiting)
             try:
-                num_written = os.write(
-                    self._descriptor, lines
-                )  # a rest is written in the next pass
+                num_written = os.write(self._descriptor, lines)  # the next pass writes the rest
             except OSError as error:
                 if not has_warned:
                     has_warned = True

@@ -38,7 +38,7 @@ class Linear(nn.Linear):
         inputs, outputs = aligned(self.in_features), aligned(self.out_features)
         size = x.shape[-1]
         needs_zeros = self.training and (inputs, outputs) != (self.in_features, self.out_features)
-        # if x has neither size, nn.Linear raises the error
+        # nn.Linear raises an error for any other size of x
         if not (needs_zeros and size == self.in_features) and not (
             size == inputs != self.in_features
         ):

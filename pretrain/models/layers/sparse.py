@@ -197,7 +197,7 @@ def _(
 def sampled_product(
     left_MB: Tensor, right_NB: Tensor, starts: Tensor, columns: Tensor, like: Tensor
 ) -> Tensor:
-    """Return the entries of left right^T at the connections, in the type of `like`."""
+    """Return the entries of left right^T at the connections, in the dtype of `like`."""
     pattern = _compressed_rows(like, starts, columns, num_columns=len(right_NB))
     left, right = _computed(left_MB).to(pattern.dtype), _computed(right_NB).to(pattern.dtype)
     sampled: Tensor = torch.sparse.sampled_addmm(pattern, left, right.T, beta=0.0)
