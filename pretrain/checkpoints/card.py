@@ -44,7 +44,7 @@ class ModelCard(PixelOrder):
     """Filter that resized the training images to stored squares. None if unknown, or if there were
     several."""
     stored_size: int | None = None
-    """Side of the stored squares in pixels; None if unknown or equal to `image_size`."""
+    """Side of the stored squares in pixels. None: unknown, so `image_size` is used."""
     fed_interpolation: Filter = "bilinear"
     """Filter that resizes stored squares to `image_size`."""
     eval_crop: float = 1.0

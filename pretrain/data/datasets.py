@@ -1,7 +1,7 @@
 """The training data of a run: one split of a dataset, a mixture of several datasets, or a stream.
 
 A mixture has all classes of its datasets, in the order of their first occurrence. Equal class names
-are one class. Its channel statistics are averages with the weights of the datasets.
+are one class. Its channel statistics are averages over its datasets, with their sampling weights.
 
 The file is long because datasets, mixtures, folds and streams share one interface.
 """

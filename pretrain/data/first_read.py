@@ -32,8 +32,8 @@ from pretrain.ranks.world import World
 
 class FirstRead(threading.Thread):
     def __init__(self, parts: Sequence[Part], *, run_dir: Path, world: World, device: torch.device):
-        """Choose the shards that this rank hashes. All ranks call this with the same parts; some
-        may be staged."""
+        """Choose the shards that this rank hashes. All ranks pass the same parts, but only some
+        nodes may have staged them."""
         super().__init__(name="first-read", daemon=True)
         self._checked, self._rank = run_dir / "checked", world.rank
         is_in_place = any_rank(any(part.staged is None for part in parts), device=device)

@@ -6,7 +6,7 @@ the range is viewed as overlapping rows that begin at every 512-byte block. Othe
 one by one, by the code that also verifies datasets. Pixels are uint8 (B, H, W, 3).
 
 Shards are opened at their first use. Local shards then stay mapped. A remote shard is unmapped when
-no thread reads it and no announced sample needs it, or when the store needs its space.
+no thread reads it and the current prefetch does not need it, or when the store needs its space.
 
 Invariants: a shard stays mapped while a `reading` block with its number is open; a mapped file has
 the size in the manifest.

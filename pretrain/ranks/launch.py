@@ -3,9 +3,9 @@ within seconds.
 
 The environment variables equal torchrun's, but the launcher does not import torch and prints no
 traceback. Ctrl-C and SIGTERM reach every rank. A rank then finishes its step, writes a checkpoint
-and exits with 0. Ranks report that they have joined (`report_joined`). If a rank ends before all
-have joined, the launcher kills the others. They have nothing to save, and torch runs no signal
-handler while they wait.
+and exits with 0. Ranks report that they have joined the process group (`report_joined`). If a rank
+ends before all have joined, the launcher kills the others. They have nothing to save, and torch
+runs no signal handler while they wait.
 """
 
 import ctypes

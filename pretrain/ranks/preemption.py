@@ -2,7 +2,8 @@
 steps, when all ranks agree, and then saves.
 
 SIGTERM and SIGUSR2 come from SLURM (preemption, time limit), SIGHUP from a closed terminal, SIGINT
-from Ctrl-C. data_prep/interrupts.py answers Ctrl-C and a second Ctrl-C.
+from Ctrl-C. At the first Ctrl-C, data_prep/interrupts.py prints a message and lets the second one
+end the process.
 
 A wait that may never end (for data of a lost server) calls `result` inside `waiting`. A single rank
 gives up such a wait at once, because it is between steps. If there are several ranks, others may be

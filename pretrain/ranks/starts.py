@@ -9,8 +9,8 @@
    fails and names the holder.
 3. An attempt that holds the highest number removes the lower numbers and all leftovers of
    killed writers.
-4. A frozen attempt that wakes up ends if its lock is gone or has no longer the highest
-   number (watchdog.py). It publishes no checkpoint and no result (`check_owner`).
+4. A frozen attempt that wakes up ends if its lock is gone or no longer has the highest number
+   (watchdog.py). It publishes no checkpoint and no result (`check_owner`).
 """
 
 import os

@@ -44,7 +44,8 @@ _MAY_PASS = (
     "REQUEST_LIMIT_EXCEEDED",
     "PERMISSION_DENIED",
 )
-"""Errors of a server that fails or cannot be reached. The event is sent again later."""
+"""Errors that may pass: the server fails, is busy or denies access. The event is sent again
+later."""
 for _name in ("mlflow", "alembic"):
     logging.getLogger(_name).setLevel(logging.CRITICAL)  # logged errors are raised, too
 _LONGEST_FAULT = 300

@@ -14,7 +14,7 @@ network.
    attempt.
 
 Events are start (params, tags, datasets), params (and tags), metrics, artifact, image, version, and
-end. Each event has its time, so a repeated delivery changes nothing.
+end.
 """
 
 import atexit
