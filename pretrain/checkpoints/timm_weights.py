@@ -32,8 +32,8 @@ def mixer_names(depth: int) -> dict[str, str]:
 
 
 def to_timm(weights: Mapping[str, Tensor], spec: MixerSpec) -> dict[str, Tensor]:
-    """Return a Mixer's weights by timm's names. The weights are scaled so that timm's epsilon gives
-    the same predictions.
+    """Return a Mixer's weights under timm's names. The weights are scaled so that timm's epsilon
+    gives the same predictions.
 
     (s x) / sqrt(s^2 var + eps) = x / sqrt(var + eps / s^2). All terms that are added to the
     residual stream are multiplied by s.

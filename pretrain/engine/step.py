@@ -209,7 +209,7 @@ def one_pass_loss(
     the logits and one over their gradient.
 
     Labels are compared with all class numbers. The gradient of indexing would be scattered into a
-    tensor of zeros. Uncompiled, it is slower than `loss_of`.
+    tensor of zeros. Without a compiler, this loss is slower than `loss_of`.
     """
     wide_BK = logits_BK.float()
     classes_K = torch.arange(logits_BK.shape[1], device=logits_BK.device)

@@ -145,9 +145,7 @@ class Trainer:
         ):
             self.line.note = f"first step{' and compilation' * self.settings.engine.compile}"
             self.stopping = any_rank(self.stop.raised_by is not None, device=self.engine.device)
-            if (
-                self.owes_evaluation or self.step >= self.num_steps
-            ):  # evaluation was skipped or killed
+            if self.owes_evaluation or self.step >= self.num_steps:  # skipped or killed before
                 self._evaluate()
             self.meter.restart()
             while self.step < self.num_steps and not self.stopping:

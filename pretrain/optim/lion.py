@@ -31,9 +31,8 @@ class Lion(Optimizer):
     """Evolved sign momentum (Chen et al. 2023): w -= lr (sign(b1 m + (1 - b1) g) + wd w), then m =
     b2 m + (1 - b2) g.
 
-    A weight with gradient and momentum 0 changes only by weight decay. A gradient that is not
-    finite makes its weight NaN, because with torch's sign(NaN) = 0 the weight would never move
-    again.
+    A gradient that is not finite makes its weight NaN, because with torch's sign(NaN) = 0 the
+    weight would never move again.
     """
 
     def __init__(

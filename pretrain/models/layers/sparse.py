@@ -57,8 +57,7 @@ class Connections:
 
     @property
     def rows(self) -> Tensor:
-        """Return the output number of every connection (int64), by operations that ONNX
-        supports."""
+        """Return the row (output) of every connection (int64), by operations that ONNX supports."""
         starts = self.row_starts[1:-1].long()
         steps = torch.zeros(self.columns.shape[0] + 1, dtype=torch.int64, device=starts.device)
         return steps.scatter_add(0, starts, torch.ones_like(starts)).cumsum(0)[:-1]
