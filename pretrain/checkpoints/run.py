@@ -340,7 +340,7 @@ def may_change(key: str, old: Any, new: Any) -> bool:
 
 
 def _is_moved(old: Any, new: Any) -> bool:
-    """Return True if both addresses hold the same images. Extra datasets are compared pair by
+    """Return True if both addresses have the same images. Extra datasets are compared pair by
     pair."""
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         return all(
