@@ -93,8 +93,8 @@ MAY_CHANGE = (
     "train.max_skipped_steps",
     "train.prefetch_batches",
 )
-"""Settings that a resume may change. They change results at most by rounding. `check_length` checks
-`train.duration`."""
+"""Settings that a resume may change. They change results at most by rounding, except
+`train.duration` (see `check_length`)."""
 PLACES = ("data.dataset", "data.extra_datasets")
 """Settings with addresses of data. They may change if the new address has the same images."""
 
@@ -291,7 +291,7 @@ def is_output(
     kind: str,
     field: str,
 ) -> bool:
-    """Return True if the directory holds this output, False if it is free. Raise SettingsError for
+    """Return True if the directory has this output, False if it is free. Raise SettingsError for
     other content, because an output appears atomically.
 
     `wanted`: required content of the file `record`, or of its entry `key`.
@@ -310,8 +310,8 @@ def is_output(
 
 
 def other_settings(begun: dict[str, Any], settings: Settings) -> str:
-    """Return a description of the settings that prevent a resume, or "". A setting that is newer
-    than the run had its default."""
+    """Return a description of the settings that prevent a resume, or "". If a setting is newer than
+    the run, its default is assumed."""
     with suppress(SettingsError):  # the differences name settings that no longer exist
         begun = validate(type(settings), begun).model_dump(mode="json")
     return differences(begun, settings.model_dump(mode="json"), is_free=may_change)
@@ -340,7 +340,7 @@ def may_change(key: str, old: Any, new: Any) -> bool:
 
 
 def _is_moved(old: Any, new: Any) -> bool:
-    """Return True if both addresses hold the same images. Extra datasets are compared pair by
+    """Return True if both addresses have the same images. Extra datasets are compared pair by
     pair."""
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         return all(

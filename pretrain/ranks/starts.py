@@ -9,8 +9,8 @@
    fails and names the holder.
 3. An attempt that holds the highest number removes the lower numbers and all leftovers of
    killed writers.
-4. A frozen attempt that wakes up ends if its lock is gone or has no longer the highest
-   number (watchdog.py). It publishes no checkpoint and no result (`check_owner`).
+4. A frozen attempt that wakes up ends if its lock is gone or no longer has the highest number
+   (watchdog.py). It publishes no checkpoint and no result (`check_owner`).
 """
 
 import os
@@ -53,7 +53,7 @@ def has_lost_run() -> bool:
 
 
 def check_owner() -> None:
-    """Raise UserError if `has_lost_run`."""
+    """Raise UserError if another attempt has taken over the run."""
     if has_lost_run():
         problem = "a newer attempt has taken over the run, so this attempt publishes nothing more"
         raise UserError("run_dir", problem, "let the newer attempt finish", code="busy")
@@ -143,8 +143,8 @@ def _remove_old_leftovers(place: Path) -> None:
 
 
 def _is_over(holder: Holder) -> bool:
-    """Return True if SLURM reports that the holder's attempt is over. For an attempt of this job
-    its restart count decides, for another job `scontrol`."""
+    """Return True if SLURM reports that the holder's attempt is over. Within one job, compare
+    restart counts. Ask `scontrol` about another job."""
     if not holder.job or holder.cluster != os.environ.get("SLURM_CLUSTER_NAME", ""):
         return False  # this cluster's SLURM does not know the holder's job
     if holder.job == os.environ.get("SLURM_JOB_ID"):

@@ -1,10 +1,10 @@
 """Command line of `pretrain recommend`. Slow work, with torch, runs in other processes.
 
-1. Images become a dataset with `data_prep build`. A dataset is used unchanged. The files of a
-   published dataset come from `data_prep fetch`.
+1. Images become a dataset with `data_prep build`. An existing dataset is used unchanged. The files
+   of a published dataset come from `data_prep fetch`.
 2. recipe.py chooses the settings. An existing config is replaced only with `--overwrite`;
    otherwise the differences are printed.
-3. A few steps of the training are timed in a temporary directory (for a probe, steps of a tuning).
+3. A few training steps are timed in a temporary directory (for a probe, steps of a fine-tuning).
 4. The config is written atomically. The last line is the training command.
 """
 
@@ -202,7 +202,7 @@ def _timed(command: list[str], values: dict[str, Any], data: Data) -> str:
     epochs, every = (int(values[key].split()[0]) for key in ("duration", "every"))
     passes, num_evaluations, what = epochs, max(1, epochs // every), f"{epochs} epochs"
     if command[1] == "probe":
-        # features take a third of a tuning's time, and heads about twice as long
+        # the features take a third of a tuning epoch, and the heads two thirds
         passes, num_evaluations, what = 1, 1, "the features and their heads"
     load, cores = os.getloadavg()[0], num_cores()
     how = f"{steps // 2} steps {'of a tuning ' * (verb != command[1])}timed on this machine"

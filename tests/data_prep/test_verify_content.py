@@ -82,7 +82,10 @@ def test_a_sample_too_many_is_found(dataset: Path) -> None:
 def test_index_rows_that_go_backwards_or_point_elsewhere_are_found(dataset: Path) -> None:
     rows = np.load(dataset / "train-000001.npy")
     replace_index(dataset, rows[[0, 2, 1, *range(3, 64)]], shard=1)
-    assert verify(dataset).faults[0] == "train-000001.npy: the offset does not increase from row 1 to 2"
+    assert (
+        verify(dataset).faults[0]
+        == "train-000001.npy: the offset does not increase from row 1 to 2"
+    )
     rows[3, 1] -= 1
     rows[5, 0] += 512
     replace_index(dataset, rows, shard=1)
