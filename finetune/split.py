@@ -1,6 +1,6 @@
 """Checks of splits, and one pass over a split. Only the pass imports torch.
 
-Two splits share a sample if both have the same tar (by hash) and the same offset in the index. This
+Two splits share a sample if both contain the same offset in the same tar (compared by hash). This
 check finds overlapping subsets of one dataset. `data_prep dedup` finds copies of images in other
 tars.
 """

@@ -34,7 +34,7 @@ def hsic(k_LNN: Tensor, l_MNN: Tensor) -> Tensor:
 
 
 def _hsic(size: int, traces: Tensor, crossed: Tensor, sums: Tensor) -> Tensor:
-    """Return HSIC1 from tr K~L~, 1'K~L~1 and (1'K~1)(1'L~1)."""
+    """Return HSIC1 from tr KL, 1'KL1 and (1'K1)(1'L1), where K and L have zero diagonals."""
     total = traces + sums / ((size - 1) * (size - 2)) - 2 * crossed / (size - 2)
     return total / (size * (size - 3))
 

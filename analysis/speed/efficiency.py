@@ -63,7 +63,7 @@ class Conditions(NamedTuple):
     batch_size: int
     num_rounds: int
     seconds: float
-    """Shortest duration of a measurement in seconds. It has at least one forward pass."""
+    """Shortest duration of a measurement, which has at least one forward pass."""
 
 
 def efficiency(conditions: Conditions) -> Result:
