@@ -11,5 +11,5 @@
     runs.py      reader of run directories, for reports, tables and model cards
 
 Every command has a `command.py` (options). All except predict and import have a `config.py`
-(settings). Neither imports torch.
+(settings). Neither file imports torch.
 """

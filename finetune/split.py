@@ -83,7 +83,9 @@ def class_numbers(card: ModelCard, manifest: Manifest, *, dataset: str | Path) -
             f"{len(missing)} of {len(manifest.classes)} classes of {dataset} are not classes of the"
             f" checkpoint, for example {missing[0]!r}"
         )
-        raise UserError("dataset", problem, "probe or tune on this dataset first", code="mismatch")
+        raise UserError(
+            "dataset", problem, "run probe or tune on this dataset first", code="mismatch"
+        )
     return tuple(number_of[name] for name in manifest.classes)
 
 

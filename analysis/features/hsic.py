@@ -7,8 +7,8 @@ minibatch       From the Gram matrices K = XX', L = YY' of n images. HSIC1 is av
 full sample     From X'X, X'Y, Y'Y and row sums of all N images, in one pass.
                 Memory: d^2 numbers for d features and any N.
 
-HSIC1 does not change if a constant is added to all rows of X. Rows are roughly centered, so fewer
-digits cancel. L, M layers, N images, D features.
+HSIC1 does not change if one vector is added to all rows of X. Rows are roughly centered, so that
+fewer digits cancel. L, M layers, N images, D features.
 """
 
 import torch

@@ -1,9 +1,9 @@
 """Singular values of a run's matrices, from its initial weights to its last checkpoint, compared
 with the law of random matrices.
 
-Singular values are computed as roots of the eigenvalues of the smaller Gram matrix in float64. A
-singular value decomposition takes three times as long. Eigenvalues have an error of about 1e-15 of
-the largest one. A singular value at a thousandth of the largest thus has a relative error of 1e-9.
+Singular values are computed as roots of the eigenvalues of the smaller Gram matrix in float64.
+Eigenvalues have an error of about 1e-15 of the largest one. A singular value at a thousandth of the
+largest thus has a relative error of 1e-9.
 Values below NOISE x the largest are rounding errors, and the effective rank skips them.
 
 Columns for each matrix W and step (both ranks of the effective matrix are `copies` times higher):

@@ -175,7 +175,7 @@ def _origins(
 
 
 def _decisions(member: Member, own: list[Row], shared: list[Row]) -> dict[str, Row]:
-    """Return the row that decides each setting of a member."""
+    """Return the row that explains each setting of a member."""
     found = dict[str, Row]()
     for rows in (shared, own):
         applying = [row for row in rows if all(_has(member, *each) for each in row.where.items())]

@@ -56,7 +56,7 @@ def _draw_compute(studies: Sequence[Study]) -> Figure:
 
 
 def _draw_size_and_data(studies: Sequence[Study]) -> Figure:
-    """Draw the law in P at the largest N and T (epochs), the law in N at the largest P and T."""
+    """Draw the law in P at the largest N and epochs T, and the law in N at the largest P and T."""
     figure, axes = panels(2, height=2.6)
     for axis, law, others in zip(axes, ("size", "data"), ("N", "P"), strict=True):
         variable, _ = VARIABLES[law]

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Points = Mapping[str, Array]
-"""Values of the columns compute, parameters, images and epochs."""
+"""Values of the columns compute, parameters, images, epochs and samples."""
 
 FLOOR = "E_inf"
 GRIDS = {
@@ -248,7 +248,7 @@ def _polish(law: Law, points: Points, errors_BN: Array, shape_BQ: Array) -> tupl
 
 
 def _normal_equations(state: tuple[Array, ...]) -> tuple[Array, Array]:
-    """Return the normal equations (B, Q, Q) and gradient (B, Q) of the derivatives. The span of the
+    """Return the normal equations (B, Q, Q) and gradient (B, Q) for the shape. The span of the
     columns in use is projected out."""
     _, linear_BK, _, rest_BN, columns_BKN, slopes_BQKN = state
     tangents_BQN = np.einsum("bk,bqkn->bqn", linear_BK, slopes_BQKN)

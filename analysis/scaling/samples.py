@@ -35,7 +35,7 @@ class Sample:
     points: Points
     errors_N: Array
     runs_N: NDArray[np.int64]
-    """Number of the pretraining run of each point."""
+    """Index of the pretraining run of each point."""
     kind: str = ""
 
     @property

@@ -166,7 +166,7 @@ def summarize(timings: pd.DataFrame) -> pd.DataFrame:
 
 
 def machine(device: str) -> str:
-    """Return the processor, its load before the measurement, and the versions."""
+    """Return the processor, its load before the measurement, and the versions of the code."""
     if device == "cuda":
         where = torch.cuda.get_device_name()
     else:
