@@ -71,7 +71,8 @@ def sparse(results: pd.DataFrame, entries: pd.DataFrame | None = None) -> list[s
     """Decide docs/findings/sparse.md. `entries` is the table of `analysis cka`."""
     if entries is None:
         entries = pd.read_parquet(TABLES / "findings_sparse_cka.parquet")
-    errors, rates = errors_and_rates(results, ("network",), 65)
+    is_untrained = results.labels.str.contains(UNTRAINED)
+    errors, rates = errors_and_rates(results[~is_untrained], ("network",), 65)
     weak = weak_arms(errors)
     similarity, floor = (similarities_of(entries, values) for values in ("cka", "floor"))
     mlp_name = "sparse-m1024"
