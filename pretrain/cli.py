@@ -269,7 +269,7 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
         check_branch(source, settings)
         if (num_steps := steps_of(settings, data)) <= card.step:
             problem = f"{settings.train.duration} is {num_steps:,} steps, but {source} is at step"
-            fix = "give the branch a longer duration"
+            fix = "set a longer duration"
             raise SettingsError("train.duration", f"{problem} {card.step:,}", fix, code="bad-value")
     there, here = (
         {

@@ -71,9 +71,9 @@ class ModelCard(PixelOrder):
         if None in known or known == own:
             return None
         return (
-            f"{dataset}: its images were made square by {own[0]} and {own[1]}, the training images"
-            f" of the weights by {known[0]} and {known[1]}. Unless the original images are squares"
-            f" of {manifest.image_size} px, build the dataset with crop={known[0]}"
+            f"{dataset}: its images have crop={own[0]} and interpolation={own[1]}, the training"
+            f" images of the weights {known[0]} and {known[1]}. Unless the original images are"
+            f" squares of {manifest.image_size} px, build the dataset with crop={known[0]}"
             f" interpolation={known[1]}"
         )
 

@@ -90,7 +90,7 @@ def fetch_run(settings: TrainingSettings, world: World) -> None:
     if remote is None:
         return
     with (
-        doing(f"{remote}: fetching what {settings.run_dir} lacks", enabled=world.is_first),
+        doing(f"{remote}: fetching files for {settings.run_dir}", enabled=world.is_first),
         remote.locked(),
     ):
         remote.fetch_missing(settings, is_first=world.is_first)

@@ -326,7 +326,7 @@ def check_branch(source: str, settings: Settings) -> None:
     if changes := other_settings(begun | own, settings):
         raise SettingsError(
             "start_from",
-            f"{source} resumes its run, but with other settings ({changes})",
+            f"{source} needs the settings of its run, but yours differ ({changes})",
             "use the run's settings, or give the checkpoint's directory to load only its weights",
             code="conflict",
         )
@@ -412,7 +412,7 @@ def check_resume(run_dir: Path, resume: str) -> None:
     if resume == "must" and not has:
         fix = "check run_dir, or set resume=auto to start from scratch"
         raise SettingsError(
-            "resume", f"must needs a checkpoint, but {run_dir} has none", fix, code="conflict"
+            "resume", f"'must' needs a checkpoint, but {run_dir} has none", fix, code="conflict"
         )
     if resume == "never" and has:
         fix = "choose another run_dir, or set resume=auto to resume"

@@ -46,8 +46,8 @@ _FIXES = {
     errno.EROFS: "make it writable again",
     errno.EACCES: "make it writable again",
     errno.EPERM: "make it writable again",
-    errno.ENOTDIR: "put the directory back in its place",
-    errno.EEXIST: "put the directory back in its place",
+    errno.ENOTDIR: "put the directory back",
+    errno.EEXIST: "put the directory back",
     errno.EXDEV: "keep the run directory on one file system",
 }
 FINAL_S = 120.0

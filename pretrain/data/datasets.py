@@ -320,7 +320,7 @@ class StreamData(TrainingData):
             raise SettingsError(
                 "data.dataset",
                 f"{num_ranks} ranks need {num_ranks} shards, but the stream has {len(self.urls)}",
-                "write more shards, or index the shards with data_prep index to share them",
+                "write more shards, or let ranks share shards: index them with data_prep index",
                 code="mismatch",
             )
 

@@ -141,7 +141,7 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.length == 0:
-            problem = "an order needs at least one sample, but the split is empty"
+            problem = "the split has no samples"
             raise UserError("data", problem, "choose another split", code="empty")
 
     def locate(self, positions: Ids) -> tuple[Ids, Ids]:
@@ -266,7 +266,7 @@ def mixture_weights(weights: Sequence[float | None], sizes: Sequence[int]) -> tu
     reduced = wanted // np.gcd.reduce(wanted)
     if reduced.sum() > LARGEST_SUM:
         shares = " : ".join(map(str, reduced.tolist()))
-        problem = f"the ratio {shares} has too many digits"
+        problem = f"the ratio of the weights ({shares}) has too many digits"
         raise UserError("data.weight", problem, "use weights with fewer digits", code="bad-value")
     return tuple(reduced.tolist())
 

@@ -215,7 +215,7 @@ class Trainer:
         counts = " -> ".join(f"{count:,}" for count in self.lengths)
         words = f"{counts} steps, at step {self.step:,}"
         if before != now and self.step < self.num_steps:
-            words += f"; its learning rate jumps from {before:.3g} to {now:.3g}"
+            words += f"; the learning rate jumps from {before:.3g} to {now:.3g}"
         tag = "extended" if self.lengths[-1] > self.lengths[-2] else "shortened"
         self.tracker.params({}, tags={tag: words})
         if self.world.is_first:

@@ -142,7 +142,7 @@ class ImageModel(nn.Module, ABC):
         if enable and any(isinstance(module, BatchNorm1d) for module in self.blocks.modules()):
             raise UserError(
                 "set_grad_checkpointing",
-                "batch norm would count every batch twice",
+                "batch norm would update its averages twice a step",
                 "set model.norm=layer",
                 code="conflict",
             )

@@ -67,7 +67,7 @@ class StopFlag:
         installed = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
         if isinstance(installed, StopFlag):
             return installed
-        keep("it ends once everything is loaded; there is nothing to save yet")
+        keep("the run ends after loading; there is nothing to save yet")
         for number in heeded_signals():
             signal.signal(number, self._raise)
         signal.pthread_sigmask(

@@ -55,7 +55,7 @@ def has_lost_run() -> bool:
 def check_owner() -> None:
     """Raise UserError if another attempt has taken over the run."""
     if has_lost_run():
-        problem = "a newer attempt has taken over the run, so this attempt publishes nothing more"
+        problem = "a newer attempt has taken over the run, so this attempt saves nothing more"
         raise UserError("run_dir", problem, "let the newer attempt finish", code="busy")
 
 
@@ -98,7 +98,7 @@ def _lock_newest(
                     return lock
             stack.close()  # another attempt has taken over in the meantime
             continue
-        who = f"{run_dir}: attempt {int(lock.name)} holds this run ({holder or 'unknown'})"
+        who = f"{run_dir}: attempt {int(lock.name)} has locked this run ({holder or 'unknown'})"
         if not has_waited:
             print(f"{who}; waiting up to {lock_wait_s:,.0f} s", file=sys.stderr, flush=True)
             has_waited = True
@@ -116,7 +116,7 @@ def _lock_newest(
             )
             lock.with_name(f"{int(lock.name) + 1:04}").mkdir(exist_ok=True)
         else:
-            problem = f"attempt {int(lock.name)} holds the run ({holder or 'unknown'})"
+            problem = f"attempt {int(lock.name)} has locked the run ({holder or 'unknown'})"
             raise Busy(str(run_dir), problem, "wait until the attempt ends, or end it", code="busy")
 
 

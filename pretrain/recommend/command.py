@@ -121,7 +121,10 @@ def _write_config(
     print("\n".join([f"{path}: written, with a reason for each choice", *facts[1:]]))
     if card is None and data.num_train < recipe.FEW:
         print(recipe.EXPECTED)
-        print(f"To use weights: pretrain recommend {shlex.quote(str(data.directory))} --from RUN")
+        print(
+            "To use pretrained weights: pretrain recommend"
+            f" {shlex.quote(str(data.directory))} --from RUN"
+        )
         print(recipe.WEIGHTS)
     print(next_line)
     return 0
@@ -133,7 +136,7 @@ def _build(options: argparse.Namespace, out: Path, *, card: ModelCard | None) ->
         if code := _run(["data_prep", "fetch", str(place)]):
             return code
         settings = CATALOG[str(place)].build_settings() | {"source.labels": options.labels}
-        what, size, reason = "images", settings["image_size"], "its usual size"
+        what, size, reason = "images", settings["image_size"], "the dataset's usual size"
     else:
         pictures = _pictures_in(place, options.labels)
         what, (size, reason) = f"{pictures.num_pictures:,} images", recipe.image_size(pictures)
@@ -148,7 +151,7 @@ def _build(options: argparse.Namespace, out: Path, *, card: ModelCard | None) ->
         settings |= {"crop": card.stored_crop, "interpolation": card.stored_interpolation}
         settings |= {"encoding": "jpeg"} if card.stored_crop == "full" else {}
     if options.image_size is not None:
-        size, reason = options.image_size, "given"
+        size, reason = options.image_size, "--image-size"
     settings["image_size"] = size
     words = [f"{key}={in_yaml(value)}" for key, value in settings.items() if value is not None]
     command = ["data_prep", "build", "--out", str(out), *words]

@@ -78,7 +78,10 @@ def draw_filters(
     )
     small, bar = Letters(13), _colored(np.tile(np.linspace(-1, 1, 120), (12, 1)))
     sheet.paste(bar, (MARGIN, MARGIN + 36))
-    facts = f"{-scale:.2g} to {scale:.2g}, {COLORS[color]}; noise: hardly trained; one color: flat"
+    facts = (
+        f"{-scale:.2g} to {scale:.2g}, {COLORS[color]};"
+        " noise means hardly trained; one color means flat"
+    )
     small.draw(sheet, (MARGIN + bar.width + 8, MARGIN + 33), facts, QUIET)
     inside = panel - 2 * MARGIN
     for number, values in enumerate(filters[: columns * columns]):
