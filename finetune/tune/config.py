@@ -161,7 +161,7 @@ def check_kind(settings: TuneSettings) -> None:
 
 
 def check_resume_of(settings: TuneSettings, repeats: list[TuneSettings]) -> None:
-    """Check the setting `resume`. resume=must needs a checkpoint or result of any repetition."""
+    """Check the setting `resume`. `resume=must` needs a checkpoint or result of any repetition."""
     unfinished = unfinished_of(repeats)
     has_any = len(unfinished) < len(repeats) or any(map(list_checkpoints, unfinished))
     for place in () if settings.resume == "must" and has_any else unfinished:

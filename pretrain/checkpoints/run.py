@@ -430,7 +430,7 @@ def check_length(data: TrainingData, settings: TrainingSettings) -> None:
     asked = f"{settings.train.duration} is {num_steps:,} step{'s' * (num_steps != 1)}"
     if num_steps < present:
         problem = f"{asked}, but {run_dir} is at step {present:,} already"
-        fix = f"set {present}steps or more, or choose another run_dir"
+        fix = f"set '{present} steps' or more, or choose another run_dir"
         raise SettingsError("train.duration", problem, fix, code="conflict")
     window = settings.tracking.profile
     if window and parse_window(window)[-1] > num_steps:
