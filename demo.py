@@ -1,7 +1,7 @@
-"""`make demo`: the real commands, one after the other, from nothing to fine-tuned models.
+"""`make demo`: run all commands one after the other, from synthetic images to fine-tuned models.
 
-Each command resumes its work. A finished stage returns at once, so Ctrl-C and another `make demo`
-lose at most one checkpoint interval.
+Finished stages are skipped, and an interrupted training resumes from its last checkpoint. You can
+therefore press Ctrl-C and repeat `make demo`.
 """
 
 import json
@@ -14,12 +14,13 @@ from pathlib import Path
 
 RUNS = Path("runs/demo")
 SCRATCH_LR = {"mlp": "8e-4", "mixer": "5e-3"}
-"""Learning rates for training each model from scratch: the best of two or three tried."""
+"""Learning rate for training each model from scratch: the best of the two or three we tried."""
 
 
 def local_ranks() -> str:
-    """Return the number of local processes: two, or one if only one GPU is visible (nccl needs one
-    for each). CUDA_VISIBLE_DEVICES counts only up to its first invalid name."""
+    """Return the number of local processes: two, or one if only one GPU is visible, because NCCL
+    needs a GPU for each process. CUDA ignores all names in CUDA_VISIBLE_DEVICES from the first
+    invalid name on."""
     try:
         listed = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, check=False
@@ -50,7 +51,7 @@ def stages() -> list[tuple[str, list[str], Path]]:
     for role in ("pretrain", "transfer"):
         command = ["data_prep", "build", f"configs/data_prep/demo_{role}.yaml"]
         found.append(
-            (f"draw and pack the {role} images", command, Path(f"data/demo-{role}/manifest.json"))
+            (f"make and pack the {role} images", command, Path(f"data/demo-{role}/manifest.json"))
         )
     for model in SCRATCH_LR:
         command = ["pretrain", "train", f"configs/pretrain/demo_{model}.yaml", *ranks]
@@ -95,7 +96,7 @@ def run_stage(command: list[str]) -> int:
 
 
 def margins() -> list[str]:
-    """Return the benefit of pretraining for each model; the demo fails without a benefit."""
+    """Return lines with the gain of top-1 from pretraining. Exit if a gain is not above zero."""
     top1 = {
         path.parent.name: json.loads(path.read_text())
         for path in sorted(RUNS.glob("*/result.json"))
@@ -114,8 +115,8 @@ def margins() -> list[str]:
         ):
             gap = 100 * (reached[f"{better}-{model}"] - reached[worse])
             lines.append(
-                f"{model}: {better} of the pretrained model beats the same {words} by {gap:.1f} "
-                "points"
+                f"{model}: top-1 of {better} after pretraining minus top-1 {words}: {gap:+.1f} "
+                "percentage points"
             )
             if gap <= 0:
                 raise SystemExit(f"demo: {lines[-1]}, so transfer is broken")
@@ -132,7 +133,7 @@ def main() -> int:
         code = run_stage(command)
         print(f"({time.monotonic() - stage_s:.0f} s)", flush=True)
         if code != 0 or not done.exists():
-            print(f"demo: stopped in stage {number}; `make demo` resumes there", file=sys.stderr)
+            print(f"demo: stopped in stage {number}; `make demo` resumes it", file=sys.stderr)
             return code or 130
     print(
         f"\nAll stages are finished ({time.monotonic() - began_s:.0f} s this time).\n", flush=True
@@ -155,7 +156,7 @@ def main() -> int:
         *(f"  {path}" for path in sorted(RUNS.glob("*/checkpoints/step-*"))),
         sep="\n",
     )
-    print("MLflow page: .venv/bin/python -m pretrain ui runs/demo   prints its address")
+    print("To see the runs in MLflow: .venv/bin/python -m pretrain ui runs/demo")
     return code
 
 

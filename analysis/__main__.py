@@ -1,7 +1,7 @@
-import signal  # before anything is read that takes time
+import signal  # before the slow imports
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback until interrupts.py handles it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback until interrupts.py handles SIGINT
 
 import sys
 

@@ -42,7 +42,7 @@ def _add_verbs(verbs: Verbs) -> None:
         "table",
         _table,
         out="{runs}/tables",
-        help="accuracies of finished runs and the papers' tables: Markdown and PNG",
+        help="accuracies of finished runs next to the papers' tables: Markdown and PNG",
         epilog="analysis table runs",
     )
     table.add_argument(
@@ -53,7 +53,7 @@ def _add_verbs(verbs: Verbs) -> None:
         "paper",
         _paper,
         out="papers/{paper}",
-        help="draw a page with the figures and tables of a paper, or with their commands",
+        help="draw a page with a paper's figures and tables, and commands for missing figures",
         epilog="analysis paper mixer --out papers/mixer",
     )
     papers = "MLP-Mixer as a Wide and Sparse MLP, or Scaling MLPs"
@@ -80,7 +80,7 @@ def _add_verbs(verbs: Verbs) -> None:
         "--kept", type=Path, metavar="SNAPSHOT", help="snapshot of the configs (for SLURM jobs)"
     )
     figure.add_argument(
-        "--check", action="store_true", help="only check the `figure:`; read no runs"
+        "--check", action="store_true", help="only check the `figure:`, without reading runs"
     )
     figure.set_defaults(run=_run_figure)
     for verb in (collect, figure, paper):

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def add_device(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is one")
+    command.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if available")
 
 
 def device_of(name: str | None) -> "torch.device":
@@ -58,6 +58,6 @@ def device_of(name: str | None) -> "torch.device":
 
 
 def add_points(command: argparse.ArgumentParser, *names: str, **about: Any) -> None:
-    """Add the option or argument `points`: results files, hashed in NAME.json."""
+    """Add the option or argument `points`: results files. NAME.json contains their hashes."""
     about = {"help": "files of `analysis collect`", **about}
     command.add_argument(*(names or ("points",)), type=Path, nargs="+", **about)

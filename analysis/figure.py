@@ -27,8 +27,8 @@ class FigureSettings(Settings):
 
     kind: Literal["sweep", "curves", "scaling", "cka"]
     """Kind of figure. sweep: errors against x. curves: losses during training. scaling: scaling
-    laws. cka: similarity of features. Each run of the first entry is compared with the runs of
-    other entries that have the same values on common axes."""
+    laws. cka: similarity of features of runs in the plan's first pretraining entry and runs in
+    other entries with the same values on common axes."""
     x: str | None = Field(None, examples=["width"])
     """Variable of a sweep's horizontal axis."""
     hue: Names = Field((), examples=["mixing"])
@@ -42,7 +42,7 @@ class FigureSettings(Settings):
 
 
 def figure_settings(plan: Plan) -> FigureSettings:
-    """Return the checked settings of the `figure:` section. Does not read runs."""
+    """Return the checked settings of the `figure:` section without reading runs."""
     if plan.figure is None:
         fix = "add one, such as figure: {kind: sweep, x: width, hue: kind}"
         raise SettingsError(plan.path, "the plan has no `figure:`", fix, code="missing-value")

@@ -4,7 +4,7 @@
 
 NAME.parquet              measured values
 NAME-results.parquet      the results table of a plan
-NAME.png, NAME.svg        the figure (no SVG of image sheets); NAME-WHICH.png of several figures
+NAME.png, NAME.svg        the figure (no SVG of image sheets); NAME-WHICH.png if there are several
 NAME.md                   a page of tables (some commands)
 NAME.json                 facts, sha256 of all inputs, commit, names of the other files; written
                           last, so a result with this file is complete
@@ -145,7 +145,6 @@ def _write_figure(figure: "Figure | Image", path: Path) -> list[Path]:
 
 
 def mark(number: int) -> dict[str, Any]:
-    """Return the color and the marker of the nth line."""
     from finetune.looks import COLORS, MARKERS
 
     return {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number % len(MARKERS)]}

@@ -48,8 +48,8 @@ def report(root: Path) -> Result:
 
 
 def collect(root: Path) -> list[Run]:
-    """Return the runs below `root`, sorted by task and name. Repetitions of a run count as one
-    group. Raise UserError if there are no runs."""
+    """Return the runs below `root`, sorted by task and name. A group of repetitions replaces its
+    runs. Raise UserError if there are no runs."""
     runs = runs_below(root)
     if not runs:
         fix = "give the folder of the runs, such as runs"

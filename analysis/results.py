@@ -40,17 +40,17 @@ COLUMNS = {
     "samples": "images seen",
     "images": "N: different images seen",
     "compute": "C = 3 x MACs of one image x samples, as Scaling MLPs counts",
-    "flop": "2 C",
+    "flop": "2 x compute",
     "trained_on": "dataset of the pretraining",
     "model": "label, such as B-12/Wi-1024, and every other setting that is not the default",
     "kind": "mlp, mixer, smixer (one layer per mixing), sw_mlp, structured or timm",
-    "tokens": "S",
-    "channels": "C",
+    "tokens": "number S",
+    "channels": "number C",
     "width": "m: S C for a Mixer",
     "gamma": "hidden width divided by width; 1 without hidden layers",
     "hidden_width": "gamma m",
     "omega": "connections of one layer",
-    "density": "p of a SW-MLP",
+    "density": "density p of a SW-MLP",
     "depth": "layers or blocks",
     "patch_size": "pixels",
     "permuted_blocks": "number of randomly permuted Mixer blocks",
@@ -58,13 +58,13 @@ COLUMNS = {
     "block_parameters": "P without stem and head",
     "multiply_adds": "MACs of one image, forward",
     "seed": "seed of the pretraining",
-    "own_seed": "seed of the training after it",
+    "own_seed": "seed of the probe or fine-tuning",
     "optimizer": "optimizer of the pretraining",
     "lr": "learning rate of the pretraining",
     "weight_decay": "weight decay of the pretraining",
     "global_batch_size": "images per step of the pretraining",
     "augmented": "true if the pretraining used crop, flip, auto-augment, erasing or mixing",
-    "own_augmented": "the same for the training after it; for a probe, true with views",
+    "own_augmented": "the same for fine-tuning; for a probe, true with views",
     "num_views": "augmented views of an evaluation or probe",
     "neighbors": "k of k-NN",
     "target": "dataset of the accuracy",
@@ -77,9 +77,9 @@ COLUMNS = {
     "loss": "evaluation loss",
     "train_loss": "mean training loss of the last tenth of the event log",
     "images_per_s": "throughput",
-    "train_epochs": "training curve in epochs, at most 200 means",
+    "train_epochs": "epochs of the training curve, at most 200 means",
     "train_losses": "losses of the training curve",
-    "test_epochs": "evaluation curve, in epochs",
+    "test_epochs": "epochs of the evaluation curve",
     "test_losses": "losses of the evaluation curve",
     "test_errors": "errors of the evaluation curve",
 }
@@ -90,7 +90,7 @@ VARIABLES = (
     *("num_views", "task", "target", "neighbors"),
 )
 """Variables of figures, in addition to the axes of a plan. Three are computed from columns: log_cs
-= ln(C / S), log2_omega (rounded), mixing (normal or RP)."""
+= ln(C / S), log2_omega (rounded), mixing (normal, or RP: randomly permuted)."""
 STAGES = ("pretrain", "probe", "knn", "tune", "evaluate")
 """Kinds of plan entries that end with an accuracy."""
 
@@ -108,7 +108,7 @@ def read_results(paths: Iterable[Path]) -> pd.DataFrame:
         fix = "write it with `analysis collect PLAN --out FILE.parquet`"
         if path.is_dir():
             fix = f"for runs, write `analysis report {path}`; for a plan, {fix}"
-            raise UserError(str(path), "it is a directory", fix, code="unknown-format")
+            raise UserError(str(path), "this is a directory", fix, code="unknown-format")
         try:
             frame = pd.read_parquet(path)
         except FileNotFoundError:

@@ -302,6 +302,6 @@ def _load_data(settings: str) -> tuple[int, str] | None:
     try:
         data = load_training_data(validate(DataSettings, json.loads(settings)))
     except (DatasetError, ValueError, OSError) as problem:
-        print(f"{problem} The table has no epochs and curves of its runs.", file=sys.stderr)
+        print(f"{problem} Runs on this data get no epochs and curves.", file=sys.stderr)
         return None
     return data.num_samples, data.name

@@ -1,9 +1,9 @@
-"""Cost of a checkpoint during training: the stall, and slower steps during the write.
+"""Cost of a checkpoint during training: a pause (stall), and slower steps during the write.
 
     .venv/bin/python benchmarks/checkpoint.py [--quick]
 
-One rank, ZeRO 1, AdamW. Each round first times steps without a checkpoint. Then the writer takes a
-snapshot (the stall), and steps continue until the checkpoint is on disk, in a temporary directory.
+One rank, ZeRO 1, AdamW. Each round first times steps without a checkpoint. Then training pauses
+for a snapshot, and steps continue until the checkpoint is on disk, in a temporary directory.
 """
 
 import os

@@ -7,7 +7,7 @@
 The peers are scikit-learn's logistic regression and gradient boosting (on means of 2 x 2 pixels).
 The third peer is a small convolutional network with our epochs, batches and augmentation. Two
 trainings run at a time, each in a process with one thread. Minutes are CPU time of the complete
-process. You can interrupt the command and rerun it. Unfinished trainings begin again.
+process. You can interrupt the command and rerun it. Unfinished trainings start from the beginning.
 """
 
 import json
@@ -91,7 +91,7 @@ def fit_cnn(train: Split, test: Split, lr: float, seed: int) -> tuple[float, int
 
 
 def fit(name: str, setting: float, seed: int, dataset: str, split: str) -> Mapping[str, Any]:
-    """Fit a peer in this process, and return its accuracy and size."""
+    """Fit a peer, and return its accuracy and number of parameters."""
     from sklearn.ensemble import HistGradientBoostingClassifier
     from sklearn.linear_model import LogisticRegression
     from threadpoolctl import threadpool_limits
@@ -115,7 +115,7 @@ def fit(name: str, setting: float, seed: int, dataset: str, split: str) -> Mappi
 
 
 def run_all(commands: Mapping[str, Sequence[str]], kept: Path) -> dict[str, dict[str, Any]]:
-    """Run the commands without a result in the file `kept` or without a run, two at a time.
+    """Run, two at a time, the commands that have no row in the file `kept` or whose run is gone.
     Return CPU minutes of each command, and the output of peers."""
     kept.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []

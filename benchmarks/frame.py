@@ -149,7 +149,7 @@ def report(title: str, found: Rates, *, unit: str, against: str, headline: str) 
 
 
 def keep(figures: dict[str, float]) -> None:
-    """Append figures to the file BENCHMARK_FIGURES, which benchmarks/gpu.py reads."""
+    """Append the numbers to the file $BENCHMARK_FIGURES, which benchmarks/gpu.py reads."""
     with open(os.environ.get("BENCHMARK_FIGURES", os.devnull), "a") as file:
         print(json.dumps(figures), file=file)
 

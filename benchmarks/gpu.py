@@ -5,8 +5,8 @@
     .venv/bin/python benchmarks/gpu.py --quick              dry run at small sizes, also on a CPU; writes its table next to --out
     .venv/bin/python benchmarks/gpu.py --table FOUND ...    table of several calls (benchmarks/gpu/call.sh)
 
-Each part is a command with a time limit. A failed part does not stop other parts. The table names
-it, and the exit status is 1. `--out` has the figures of all parts.
+Each part is a command with a time limit. A failed part does not stop other parts, but is
+named in the table, and the exit status is 1. The file `--out` gets the numbers of all parts.
 """
 
 import argparse

@@ -10,8 +10,8 @@ work that a loader repeats for each pass.
   recipe   the same images with random resized crop (0.4 to 1), flip, MixUp 0.8, as normalized float32 batches
   jpeg     224 px, 4:2:0, quality 90, to uint8 batches of 256. Limit: decode the same bytes in memory
 The raw benchmark also prints the private memory (RssAnon) of our process before and after an epoch.
-benchmarks/gpu.py measures the input of GPUs. Slow loaders read fewer images in `raw`, and all
-loaders in `recipe`. Failed and missing peers have no row.
+benchmarks/gpu.py measures the input of GPUs. In `raw`, slow loaders read fewer images. In
+`recipe`, all loaders do. Failed and missing peers have no row.
 """
 
 import argparse

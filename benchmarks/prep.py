@@ -11,7 +11,7 @@ and in the page cache. All contestants convert them to raw 64-pixel squares on a
   libjpeg-turbo  only decodes the bytes in memory, a process per core, at half scale like our drafts
 
 The clock starts after the imports of a contestant, and includes the start of its worker processes.
- Failed and missing peers have no row.
+Failed and missing peers have no row.
 """
 
 import shutil
@@ -43,7 +43,7 @@ from prep import build
 from serving import serve
 serve({{"build": build}})
 """
-"""Code of the build process. It is a string, because worker processes would import a file."""
+"""Code of the build process. It is a string, because worker processes import a main file."""
 
 
 def photographs(num_different: int) -> Task:

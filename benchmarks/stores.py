@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/stores.py [--quick | --dry-run]
 
-This takes minutes. The first call makes the images and installs the peers.
+The first call also makes the images and installs the peers.
 
 The server (stores_link.py, a separate process on this machine) answers each request after 20 ms
 and sends 100 MB/s in total. Rows show its CPU usage, because it shares the cores with the

@@ -4,8 +4,8 @@
 
 "held" is the bytes of all tensors per parameter on the first rank, after the backward pass of the
 second step (without activations). "sent" is the bytes on the loopback interface in three steps, per
-rank, step and parameter. Other traffic on this interface counts, too. AdamW, one micro-batch a
-step.
+rank, step and parameter. Other traffic on this interface is included. The ranks use
+AdamW and one micro-batch for each step.
 """
 
 import gc

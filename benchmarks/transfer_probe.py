@@ -1,4 +1,4 @@
-"""Cost of a linear probe compared with the public protocol, and of a grid with 25 cells and one.
+"""Cost of a linear probe compared with the public protocol, and of 25 grid cells compared with one.
 
     .venv/bin/python benchmarks/transfer_probe.py [--quick]
 

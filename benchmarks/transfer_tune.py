@@ -4,7 +4,7 @@ model and optimizer.
     .venv/bin/python benchmarks/transfer_tune.py [--quick]
 
 Both use the same loop, loader and augmentation (see benchmarks/train.py). Tuning uses accelerate,
-and pretraining DeepSpeed.
+pretraining uses DeepSpeed.
 """
 
 import torch

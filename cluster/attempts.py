@@ -45,14 +45,15 @@ def read_attempts(path: Path) -> list[dict[str, Any]]:
 
 
 def has_trained(attempts: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if ranks ran in an attempt: it ended by itself, or a later mark differs."""
+    """Return True if ranks ran in an attempt: its recorded end is not bad-node or busy, or a later
+    attempt began with another mark."""
     is_new = len({each["began"] for each in attempts if each["began"] != UNKNOWN}) > 1
     return is_new or any(each["how"] not in ("bad-node", "busy", "lost") for each in attempts)
 
 
 def give_up_reason(attempts: Sequence[Mapping[str, Any]], *, mark: str, limit: int) -> str | None:
-    """Return the reason to give up, or None if the job may start again. Only the newest attempts
-    count, as long as they began with this mark."""
+    """Return the reason to give up, or None if the job may start again. Only the newest
+    attempts that began with this mark, or an unknown mark, count."""
     idle: list[str] = []
     for each in reversed(attempts):
         if each["began"] not in (mark, UNKNOWN):

@@ -61,7 +61,10 @@ def check_python(_: Submission, environment: Mapping[str, str]) -> Iterable[Find
             )
         images = [word for word in words if word.endswith(".sif") and not os.access(word, os.R_OK)]
         if images:
-            problem, fix = f"the container {images[0]} is not readable", "build it as in docs/cluster.md"
+            problem, fix = (
+                f"the container {images[0]} is not readable",
+                "build it as in docs/cluster.md",
+            )
     elif not os.access(".venv/bin/python", os.X_OK):
         problem = "there is no .venv, and RANK_PYTHON is not set"
     elif not is_laid_out and not Path(".venv/.installed").exists():
@@ -95,7 +98,8 @@ def check_driver(_: Submission, environment: Mapping[str, str]) -> Iterable[Find
 
 
 def compare_driver(driver: str, cuda: str) -> Finding:
-    """Compare a driver with a CUDA version. install.sh prints the fix before it downloads torch."""
+    """Return FAULT if the driver is too old. install.sh prints the fix before it downloads
+    torch."""
     oldest = OLDEST_DRIVER.get(int(cuda.partition(".")[0]), "0")
     if _parts(driver) >= _parts(oldest):
         return Finding("driver", "ok", f"{driver} runs torch's CUDA {cuda}")

@@ -24,7 +24,7 @@ jobs/JOB (or jobs/ARRAY_TASK) has the logs of all ranks, attempts.jsonl and bad-
 imports only the standard library (Python 3.9 or newer), because it must name a node whose .venv
 does not work.
 
-Long because one attempt of a job is one procedure, from its first line to its requeue.
+This file is long because one attempt of a job is one procedure, from its first line to its requeue.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Allocation:
         names["TORCH_EXTENSIONS_DIR"] = "extensions"
         found = {name: f"{self.cache}/{directory}" for name, directory in names.items()}
         for name in ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONNOUSERSITE"):
-            for prefix in ("APPTAINERENV", "SINGULARITYENV"):  # these override the image's own
+            for prefix in ("APPTAINERENV", "SINGULARITYENV"):  # override the image's variables
                 found[f"{prefix}_{name}"] = os.environ.get(name, "")
         return found
 
@@ -379,7 +379,8 @@ class Job:
         return self.run_step("rank", words, wait_s=self.at.wait_s, cache=self.at.cache)
 
     def end(self, code: int, *, is_finished: bool) -> int:
-        """Return the job's exit code if it is finished or cannot finish; otherwise requeue it."""
+        """Return the exit code if the job is finished or its config is wrong. Otherwise requeue the
+        job and raise End."""
         place = self.answer["writes"]
         if is_finished:
             self.end_start("finished")
@@ -392,7 +393,7 @@ class Job:
         if code == BAD_INPUT and not has_trained(self.attempts()[:-1]):
             self.end_start("refused")
             return BAD_INPUT
-        # exit codes of ranks that received a signal
+        # ranks that received a signal end with these exit codes
         self.stopped = self.stopped or code == 0 or was_stopped(code)
         why = f"{self.why_stopped()}, " if self.stopped else ""
         self.log(f"{place} is not finished: {why}srun ended with {code}")
@@ -407,7 +408,7 @@ class Job:
         """Return a checksum of the files that change if the run makes progress."""
         if not self.answer:
             return UNKNOWN
-        if self.answer["work"]:  # of a build
+        if self.answer["work"]:  # a build: count its files
             walk = os.walk(self.answer["work"])  # other tasks rename files at the same time
             return str(sum(len(folders) + len(files) for _, folders, files in walk))
         total, run_dir = 0, Path(self.answer["writes"])
@@ -454,7 +455,7 @@ class Job:
         with suppress(SlurmError):
             about = about_job(self.at.label)
             preempted = about.get("PreemptTime", "None")
-            # integer seconds: an earlier preemption has an older time, because a requeued job waits
+            # an earlier attempt's preemption is older, because requeued jobs wait before they start
             if preempted != "None" and preempted >= about.get("StartTime", ""):
                 return "the job was preempted"
         return "the ranks received a signal"
@@ -488,7 +489,7 @@ class Job:
         if bad:
             before = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", about.get("ExcNodeList", ""))
             self.exclude(",".join(dict.fromkeys([*bad, *before])))
-        # SLURM usually signals after the requeue, and kills after KillWait
+        # SLURM usually sends a signal after the requeue, and kills this process after KillWait
         for _ in range(30):
             if self.stopped:
                 break
@@ -530,7 +531,9 @@ class Job:
         try:
             wait_for_successor(at.array, at.task, successor)
         except SlurmError as error:
-            raise End(f"jobs that depend on {label} cannot wait for {successor} ({error})") from None
+            raise End(
+                f"jobs that depend on {label} cannot wait for {successor} ({error})"
+            ) from None
         return End("", 0)
 
     def refuse_if_too_few(self, bad: list[str], about: dict[str, str]) -> None:
@@ -663,7 +666,7 @@ def submit_merge(job: Job, words: list[str]) -> None:
         return
     options = [f"--dependency=afterok:{job.at.array}", "--kill-on-invalid-dep=yes", "--array=0"]
     script = [str(job.at.snapshot / "cluster/data_prep.slurm"), "--merge", *words]
-    try:  # one minute each: this task's part waits
+    try:  # a minute for each request, because this task's shards wait
         options += inherited(about_job(job.at.label, tries=6))
         sbatch = ("sbatch", "--parsable", *options, *script)
         noted.write_text(slurm(*sbatch, tries=6, environment=new_job(os.environ)))

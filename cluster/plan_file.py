@@ -23,7 +23,7 @@ determines member i: the first axis changes slowest, the seeds change fastest. A
 the entries that write the datasets and checkpoints in its resolved config. All other inputs must
 already exist.
 
-Long because it is one format: its settings, their members, and all mistakes.
+This file is long because it has one format: its settings, their members, and all mistakes.
 """
 
 import itertools

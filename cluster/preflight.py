@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 SOUND, FAILED, NAMED = 0, 1, 3
 COMMON_FRACTION = 2 / 3
-"""Fraction of nodes with the same fault from which on no node is blamed. A setting or a shared disk
-is then the likely cause."""
+"""Smallest fraction of nodes with the same fault at which no node is blamed. A setting or a shared
+disk is then the likely cause."""
 MIN_FREE_GB = 1.0
 """Free GB that the scratch directory needs, because compiled kernels take some hundred MB."""
 ALL_REDUCE_TIMEOUT_S, MARGIN_S = 40.0, 15.0
@@ -120,7 +120,7 @@ def judge_nodes(world: World, store: Any, options: argparse.Namespace, *, timeou
     began_s = time.monotonic()
     nodes = options.nodes.split(",") if options.nodes else [socket.gethostname()]
     every = [f"touches/{rank}" for rank in range(world.num_ranks)]
-    with suppress(RuntimeError):  # all ranks of a job read torch's hundreds of MB at once
+    with suppress(RuntimeError):  # slow: all ranks read torch's hundreds of MB at once
         store.wait(every, datetime.timedelta(seconds=3 * timeout_s))
     found = gather(store, "checked", world, nodes, timeout_s=timeout_s)
     faults = {kind for each in found for kind, _ in each["faults"]}
@@ -320,7 +320,7 @@ def judge(found: Sequence[Findings]) -> tuple[dict[str, list[str]], list[str]]:
     bad: dict[str, list[str]] = {}
     warnings = []
     for kind, same in nodes_of.items():
-        # without GPUs training would begin on the CPUs, so "no gpu" always blames
+        # "no gpu" always blames its nodes, because training would begin on their CPUs
         is_common = len(same) >= COMMON_FRACTION * num_nodes and kind != "no gpu"
         if is_common and not (num_nodes == 1 and kind in CERTAIN):
             node, text = next(iter(same.items()))
@@ -338,10 +338,7 @@ def summary(found: Sequence[Findings], *, took_s: float) -> str:
     """Return one line with the slowest network and the fullest disk."""
     parts = [f"preflight: {len({each['node'] for each in found})} nodes, {len(found)} ranks"]
     parts.append(f"{took_s:.0f} s")
-    for name, text in (
-        ("gb_per_s", "GB/s in an all-reduce"),
-        ("free_gb", "GB of scratch free"),
-    ):
+    for name, text in (("gb_per_s", "GB/s in an all-reduce"), ("free_gb", "GB of scratch free")):
         if values := [(each[name], each["node"]) for each in found if each.get(name)]:
             least, node = min(values)
             parts.append(f"at least {least:.3g} {text} ({node})")

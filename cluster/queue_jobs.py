@@ -126,7 +126,7 @@ class Queue:
         if kept is None:
             check_figure(plan)
         places = [work.writes for stage in plan.stages for work in stage.works]
-        # before results are read: a member that ends meanwhile counts as queued
+        # before the results are read, so a member that ends in between counts as queued
         self.writers = writers_of([*places, path, plan.drawn])
         own = kept and os.environ.get("SLURM_JOB_ID")
         if others := [each for each in self.writers.pop(path, []) if each.job != own]:

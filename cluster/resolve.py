@@ -7,7 +7,7 @@ The output is JSON with these fields:
 
 - `words`: arguments of python -m.
 - `writes`: output path; `reads`: input paths; `result`: last file that the command writes.
-- `can_stage`: true if data.stage_dir can be set. `needs_one_rank`.
+- `can_stage`: true if data.stage_dir can be set. `needs_one_rank`: true for an export.
 - `work`: work directory of a build.
 - `state`: finished or unfinished; with --starting also blind, if this node lacks the mount of an
   input. `about` is then the path of the input.

@@ -1,7 +1,6 @@
 """JSON schemas for editors: the keys of each config and their meaning.
 
-`wide-mlps init` writes the schemas into configs/schemas/ of a new folder, and `make` does in a
-checkout.
+`wide-mlps init` and, in a checkout, `make` write the schemas into configs/schemas/.
 """
 
 from pathlib import Path
@@ -32,7 +31,6 @@ SCHEMAS: dict[str, type[Settings]] = {
 
 
 def write_schemas(directory: Path) -> None:
-    """Write one schema file for each kind of config."""
     make_directory(directory)
     for name, schema in SCHEMAS.items():
         write_atomic(directory / f"{name}.json", json_schema(schema).encode())

@@ -108,8 +108,8 @@ def cpus_per_rank(environment: Mapping[str, str], node_lines: Iterable[str], *, 
 
 
 def nodes_of(partitions: str) -> list[dict[str, str]]:
-    """Return the properties of the nodes of these partitions, or of the default partition if the
-    text is empty."""
+    """Return the properties of the nodes of these partitions. If `partitions` is empty, use the
+    default partition."""
     chosen = set(partitions.split(",")) - {""}
     if not chosen:
         every = map(facts, slurm("scontrol", "-o", "show", "partition").splitlines())
@@ -132,8 +132,8 @@ def about_job(job: str, *, tries: int = 1) -> dict[str, str]:
 
 
 def inherited(about: Mapping[str, str]) -> list[str]:
-    """Return the sbatch options that another job needs to equal this one, except its size. `about`:
-    output of `scontrol show job`."""
+    """Return the sbatch options that copy partition, limits, memory and CPUs of a job, but not its
+    size. `about`: output of `scontrol show job`."""
     names = {
         "partition": "Partition",
         "account": "Account",
@@ -277,12 +277,11 @@ def entries_of(job: str) -> list[tuple[str, str]]:
 
 
 def places_since(first: int) -> set[str]:
-    """Return the output paths of this job and of all later jobs."""
+    """Return the output paths of job `first` and of all later jobs."""
     jobs = [record.parent.name for record in Path("jobs").glob("*/writes")]
     late = (job for job in jobs if job.isdigit() and int(job) >= first)
     return {path for job in late for _, path in entries_of(job)}
 
 
 def jobs_of(writers: Iterable[list[Writer]]) -> list[str]:
-    """Return the job numbers of the writers, each once."""
     return sorted({writer.job for each in writers for writer in each}, key=int)

@@ -44,8 +44,6 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Submission:
-    """Arguments of cluster/submit."""
-
     options: tuple[str, ...] = ()
     script: str | None = None
     arguments: tuple[str, ...] = ()

@@ -260,7 +260,7 @@ def indices(array: str) -> list[int]:
 
 
 def _writers(submission: Submission, places: list[str]) -> dict[str, list[Writer]]:
-    if not submission.has("dependency"):  # it may already name the other job
+    if not submission.has("dependency"):  # which may already name the other job
         with suppress(SlurmError):  # SLURM does not respond: sbatch will report it
             return writers_of(places)
     return {}

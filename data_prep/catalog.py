@@ -2,7 +2,7 @@
 
 No URL has been tested, because no server could be reached. URLs and MD5 sums are from torchvision
 0.26, except TinyImageNet's URL. TinyImageNet has no published MD5. The authors of CIFAR-10 (web
-page) and Fashion-MNIST (README) print the same sums.
+page) and Fashion-MNIST (README) publish the same MD5 sums.
 """
 
 from collections.abc import Mapping
@@ -19,19 +19,19 @@ class Published:
     addresses: tuple[str, ...]
     """URLs of web folders that contain the files, the official one first."""
     files: Mapping[str, str]
-    """File name -> its published MD5, or ""."""
+    """File name -> published MD5, or "" if there is none."""
     sums_from: str
     """Publisher of the MD5 sums."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of `data_prep build`, except `source.path` and `out`."""
     folder: str = ""
-    """Name of the folder for the downloaded files, if the dataset has several."""
+    """Name of the folder for the downloaded files, if there are several files."""
     installed: Path | None = None
     """Folder in which a Debian package installs the same files."""
 
     def path(self, archives: Path = ARCHIVES) -> Path:
-        """Return the path of the download or, if there is none, the folder of the Debian
-        package."""
+        """Return the folder of the Debian package if it is installed and nothing was downloaded.
+        Otherwise return the path of the download."""
         own = archives / (self.folder or next(iter(self.files), ""))
         if self.installed is not None and self.installed.is_dir() and not own.exists():
             return self.installed
@@ -95,6 +95,6 @@ CATALOG = {
     ),
     "digits": Published((), {}, "", {"source.kind": "digits", "image_size": 8}),
 }
-"""Downloadable datasets by name. The files of `digits` are part of scikit-learn."""
+"""Datasets by name. scikit-learn contains the files of `digits`."""
 BY_HAND = {"imagenet1k": "imagenet", "imagenet21k": "winter21_whole"}
-"""Datasets that you must download by hand, to accept their terms: name -> folder."""
+"""Datasets that you must download by hand, to accept their terms: name -> folder in `ARCHIVES`."""

@@ -12,7 +12,7 @@ from data_prep.interrupts import keep
 def main(arguments: list[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # as for stderr: file names that the terminal cannot show must not end a command
+        # escape what the terminal cannot show (file names), as stderr does
         sys.stdout.reconfigure(errors="backslashreplace")
     keep(options.after_a_stop)
     return run_command("data_prep", options)

@@ -1,7 +1,8 @@
 """Types of web servers and buckets: their fsspec clients, and the meaning of client errors.
 
-Storage options go only to a client of the host that they belong to. remote.py repeats requests, so
-the clients' own retries are turned off as far as possible.
+Storage options (arguments of a client, such as credentials) go only to a dataset's own host, never
+to the target of a redirect. remote.py repeats requests, so the clients' own retries are turned off
+as far as possible.
 """
 
 import hashlib
@@ -26,8 +27,8 @@ _QUERY = re.compile(r"(\w+://[^\s?'\")]+)[?][^\s'\")]*|[?][^\s'\")]*=[^\s'\")]*"
 _PLACE = re.compile(r"\w+://[^\s'\"]+")
 _PLACE_IN_A_LIST = re.compile(r"[\w+.-]+://([^/]*@)?(\[[^]/]*\])?.*?(?=::|$)")
 _COMMAND = re.compile(r"pipe:", re.IGNORECASE)
-"""Marker of a command of webdataset. It is searched anywhere in an address, because brace expansion
-can produce it."""
+"""Prefix of a webdataset address that is a shell command. It is searched anywhere in an address,
+because brace expansion can produce it."""
 _RECORDED = re.compile(r"pipe:[\w./+-]+ \(sha256 [0-9a-f]{32}\)")
 _ASSIGNMENT, _PROGRAM = re.compile(r"\w+=[\w./:@%+,=-]*"), re.compile(r"[\w./+-]+")
 _EXPIRED = re.compile(
@@ -55,7 +56,7 @@ class MissingError(UserError):
 
 @dataclass(frozen=True)
 class Bucket:
-    """A type of server. `info` and `put` use fsspec's client."""
+    """A type of server. Its methods get fsspec's client as `system`."""
 
     package: str
     extra: str
@@ -75,7 +76,7 @@ class Bucket:
         return dict(storage)
 
     def stop_retries(self, system: Any) -> None:
-        """Turn off retries of the client that no option turns off."""
+        """Turn off the client's retries that no storage option turns off."""
 
     def info(self, system: Any, url: str) -> dict[str, Any]:
         return dict(system.info(url))
@@ -181,7 +182,6 @@ KINDS: dict[str, Bucket] = {
     **dict.fromkeys(("az", "abfs", "abfss"), _AZURE),
     "hf": Hub("huggingface_hub", "hf", "HF_TOKEN, hf auth login", "token=false"),
 }
-"""Types of servers by URL scheme."""
 SCHEMES = "http(s)://, s3://, gs://, az:// or hf://"
 
 
@@ -197,7 +197,7 @@ def kind_of(url: str) -> Bucket | None:
 
 
 def client(url: str, storage: Mapping[str, Any], *, silence_s: float = READ_TIMEOUT_S) -> Any:
-    """Return fsspec's client for a URL, without retries of its own."""
+    """Return fsspec's client for a URL, with its own retries turned off."""
     import fsspec
 
     scheme, kind = url.partition("://")[0], kind_of(url)
@@ -218,7 +218,7 @@ def client(url: str, storage: Mapping[str, Any], *, silence_s: float = READ_TIME
 
 
 def renew(url: str) -> None:
-    """Drop the cached client, so that the next one reads its credentials again. Temporary
+    """Drop the cached client, so that the next client reads the credentials again. Temporary
     credentials expire during a run."""
     import fsspec
 
@@ -278,7 +278,7 @@ def shown(url: str) -> str:
         return url
     has_user = "@" in parts.netloc and not (kind and kind.user_is_place and parts.password is None)
     if kind not in (None, _WEB) and "=" not in url and not has_user:
-        return url  # the ? is a wildcard
+        return url  # a ? is a wildcard, not a query
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
@@ -295,8 +295,8 @@ def _program(command: str) -> str:
 
 
 def recorded(url: str) -> str:
-    """Return the address (or several, joined by ::) for records. For a command, only the program
-    and a hash are recorded."""
+    """Return an address (or several, joined by ::) as records may show it. A command is replaced by
+    its program and a hash."""
     return "::".join(
         f"pipe:{_program(part)} (sha256 {hashlib.sha256(part.encode()).hexdigest()[:32]})"
         if is_command(part) and not is_record(part)
@@ -407,7 +407,7 @@ def is_refused(error: Exception) -> bool:
 
 def words_of(error: Exception) -> str:
     """Return the error's text without queries of URLs. fsspec raises FileNotFoundError for any
-    fault of a web server and names the fault as its cause."""
+    fault of a web server, with the fault as `__cause__`."""
     root = error.__cause__ or error
     return _QUERY.sub(r"\1", " ".join(str(root).split())) or type(root).__name__
 

@@ -1,5 +1,5 @@
-"""Standard output and standard error of every program: drop text that cannot be written, without an
-exception.
+"""Standard output and standard error of every program. Text that cannot be written is dropped
+without an exception.
 
 A full disk, a closed pipe (`| head`) or a killed `tee` must not end a training or other work.
 

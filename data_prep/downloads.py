@@ -5,8 +5,8 @@
    the file (ETag or date), so bytes of two versions are never joined.
 3. If FILE.MARK.part exists, only the rest is requested (Range, If-Range). If a server sends the
    complete file instead, the part is written again.
-4. The complete part is checked, synced and renamed. After any interruption the same command
-   resumes.
+4. The complete part is checked, synced to disk and renamed to FILE. After any interruption the same
+   command resumes.
 """
 
 import errno
@@ -116,8 +116,8 @@ class _File:
         return found
 
     def _has_content(self, path: Path) -> bool:
-        """Return True if the file has the published content in another compression, as in
-        Debian."""
+        """Return True if the file has the published content, compressed with other settings (as in
+        Debian's package)."""
         variant = self.published.settings.get("source.variant", self.dataset)
         content = MNIST_FILES.get(variant, {}).get(self.name.removesuffix(".gz"))
         with suppress(OSError, EOFError, zlib.error), gzip.open(path) as file:

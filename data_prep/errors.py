@@ -27,7 +27,7 @@ Code = Literal[
     "empty",  # there is nothing to read or compute
     "unknown-format",  # the layout or file format is not recognized
     "unsupported",  # the combination, platform or feature is not supported
-    "unsafe",  # others' content could run code or leave its folder
+    "unsafe",  # content of others could run code, or write outside its folder
     "mismatch",  # weights, classes, shapes or ranks do not fit each other
     "no-space",  # disk, memory or a limit of the system is too small
     "unreachable",  # a server does not answer, or answers with an error

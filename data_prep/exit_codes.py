@@ -3,11 +3,11 @@ how a SLURM job handles each.
 
     | code | name        | meaning                                                                |
     |------|-------------|------------------------------------------------------------------------|
-    | 0    | OK          | finished; outside SLURM also a run that a signal stopped after a save  |
+    | 0    | OK          | finished; or stopped by a signal after a save, outside a SLURM job     |
     | 1    | FAILED      | failed, or found faults (`verify`); another attempt may succeed        |
     | 2    | BAD_INPUT   | settings, weights or data are not valid; another attempt fails too     |
     | 75   | BUSY        | another process holds the run or dataset; try again later              |
-    | 130  | INTERRUPTED | Ctrl-C; in a SLURM job a run that a signal stopped after a save        |
+    | 130  | INTERRUPTED | Ctrl-C; or stopped by a signal after a save, in a SLURM job            |
 """
 
 import argparse
@@ -34,10 +34,10 @@ _WRONG_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirect
 
 
 def run_command(program: str, options: argparse.Namespace, *, rank: int = 0) -> int:
-    """Run the chosen command of a program and return its exit code. An error that the user can fix
-    is printed in one line; a bug keeps its traceback. Before the work starts, all ranks have the
-    same error, so only the first rank prints it. After the start (`options.started`), each rank
-    prints its own error."""
+    """Run `options.run` and return the exit code. An error that the user can fix is printed in one
+    line; a bug keeps its traceback. Each rank prints its errors of files and locks, and after the
+    start (`options.started`) every error that is not `of_all_ranks`. The first rank prints the
+    others."""
     try:
         return int(options.run(options))
     except (ValueError, OSError) as error:

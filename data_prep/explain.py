@@ -127,7 +127,7 @@ class Parser(argparse.ArgumentParser):
             self._fail("COMMAND", f"{word!r} is not a command", fix, code="unknown-name")
 
     def error(self, message: str) -> NoReturn:
-        """Report a missing argument. argparse raises its other errors elsewhere."""
+        """Report a missing argument or command. `parse_known_args` reports other errors."""
         fix = f"write {self._shortest_line()}; {self.prog} --help explains it"
         if self.commands:
             message, fix = "a command is missing", f"choose one of {', '.join(self.commands)}"
@@ -443,7 +443,7 @@ def _listed(words: Iterable[str]) -> str:
 
 
 def json_schema(schema: type[BaseModel]) -> str:
-    """Return a JSON schema for editors, which complete keys and show their descriptions."""
+    """Return a JSON schema, so that editors complete keys and show their descriptions."""
     made = schema.model_json_schema()
     for _, section in sections_of(schema, in_lists=True):
         properties = (made if section is schema else made["$defs"][section.__name__])["properties"]

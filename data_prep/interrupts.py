@@ -2,8 +2,8 @@
 
 1. The first Ctrl-C prints which work is kept, then raises KeyboardInterrupt in the main thread, so
    every `finally` runs. During an import it is raised in the line after the import, because C++
-   code that imports (torch) would abort. Training replaces the handler by its stop flag
-   (preemption.py).
+   code that imports (torch) would abort. Training has another handler, which sets a
+   stop flag (preemption.py).
 2. The second Ctrl-C ends the process at once. No file is half written, because files appear only
    when they are complete.
 """
@@ -19,8 +19,8 @@ from data_prep import console
 
 INTERRUPTED = 130
 ANSWERED = "WIDE_MLPS_CTRL_C_ANSWERED"
-"""Environment variable of launchers that print the message for their ranks. `saves`: SIGINT waits
-until the rank can save. `ends`: SIGINT ends the rank."""
+"""Environment variable that launchers set if they print the message for their ranks. Value `saves`:
+SIGINT waits until the rank can save. Value `ends`: SIGINT ends the rank."""
 
 
 class _Answer:

@@ -10,8 +10,8 @@ _LIMITS = {
     errno.EMFILE: ("ulimit -n", resource.RLIMIT_NOFILE, 1),
     errno.EFBIG: ("ulimit -f", resource.RLIMIT_FSIZE, 1024),
 }
-"""Error number -> (shell command that shows the limit, limit of the process, unit of that
-command)."""
+"""Error number -> (shell command that shows the limit, the limit in `resource`, divisor to get the
+number that the command shows)."""
 _FIXES: dict[int, tuple[Code, str]] = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ("no-space", "free some space")),
     **dict.fromkeys((errno.EACCES, errno.EPERM), ("unreadable", "change its permissions")),

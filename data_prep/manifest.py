@@ -9,9 +9,9 @@
       train-real.npy           an annotation of a split: packed bits, one row per sample
       rejected.jsonl           one line for every rejected input: key, path, reason, sha256
 
-Shards can be outside the directory, because `index` and `subset` copy nothing. Then `file` is a
-path relative to the dataset directory, or a URL. Samples of an unlabeled split have the label -1.
-All text is UTF-8; for other names see `printable` in settings.py.
+Shards can be outside the directory, because `index` and `subset` copy nothing. Samples of an
+unlabeled split have the label -1. All text is UTF-8; `printable` in settings.py converts other file
+names.
 
 Invariants: num_read = num_written + num_rejected. The manifest has its own hash, and the sha256 of
 every other file except versions.json (only `index` reads it) and the `wids` indices. Readers check
@@ -105,7 +105,8 @@ class Shard(Settings):
 
 
 class Annotation(Settings):
-    """Bits for every sample of a split, for example its folds, or several true labels."""
+    """Bits for every sample of a split: for example, which folds contain it, or all its true
+    labels."""
 
     file: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+\.npy$")]
     sha256: str
@@ -141,7 +142,7 @@ def baselines(num_classes: int, largest_class: float | None) -> str:
 
 
 def accuracy(top1: float, class_mean: float | None) -> str:
-    """Return top-1 accuracy as text. If classes are unequal, the mean over classes is added."""
+    """Return top-1 accuracy as text, with the mean over classes unless `class_mean` is None."""
     return f"top-1 {100 * top1:.1f} %" + (
         f", class mean {100 * class_mean:.1f} %" if class_mean is not None else ""
     )
@@ -181,7 +182,7 @@ class Manifest(Settings):
     plan_hash: str
     """Hash of the config and of the list of inputs. Equal hashes mean equal bytes."""
 
-    # not cached: model_copy would carry a hash over to another content
+    # not cached: model_copy would copy the hash to a manifest with other content
 
     @property
     def hash(self) -> str:
@@ -255,7 +256,7 @@ def load_manifest(directory: Path | str) -> Manifest:
 
 
 def parse_manifest(data: bytes, path: Path | str) -> Manifest:
-    """Return the manifest. `path`: its path in messages."""
+    """Return the manifest in `data`. `path`: file to name in messages."""
     try:
         tree = json.loads(data)
         version = tree.get("schema_version")
@@ -331,7 +332,7 @@ def load_paths(directory: Path | str, shard: Shard) -> list[str]:
 
 
 def load_rejected(directory: Path | str, manifest: Manifest) -> list[dict[str, str]]:
-    """Return key, path and reason of each rejected input."""
+    """Return the lines of rejected.jsonl as dicts with key, path, reason and sha256."""
     return _lines(
         directory, REJECTED_NAME, sha256=manifest.rejected_sha256, count=manifest.num_rejected
     )
@@ -364,7 +365,7 @@ def load_index(
     """Return the (num_samples, 3) index of one shard, memory-mapped. `path`: file to read instead
     of the shard's own index."""
     shape = (shard.num_samples, 3)
-    file = path.absolute() if path else shard.index_file  # avoid the directory twice
+    file = path.absolute() if path else shard.index_file  # `_reading` would repeat the directory
     return _array(directory, file, shard.index_sha256, shape, INDEX_DTYPE)
 
 
@@ -376,7 +377,7 @@ def _array(
     dtype: np.dtype[Any],
 ) -> NDArray[Any]:
     with _reading(directory, file) as path:
-        if sha256_of(path) != sha256:  # numpy parses no other bytes
+        if sha256_of(path) != sha256:  # before numpy parses it
             raise ValueError(CHANGED)
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
         if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:

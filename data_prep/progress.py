@@ -25,7 +25,7 @@ SELDOM_AFTER_S, SELDOM_INTERVAL_S = 600.0, 60.0
 SPEED_S = 600.0
 """Time in seconds over which speed is measured (at most the last 1,000 calls of `advance`)."""
 SILENT_S = 1.5
-"""Delay in seconds after which unfinished work is printed."""
+"""Delay in seconds after which work that has not advanced is printed."""
 DRAWN_AFTER_S = 0.5
 
 _open_lines: list["ProgressLine"] = []
@@ -71,7 +71,8 @@ class ProgressLine:
             self._print(self.eta(self._task))
 
     def close(self, *, is_done: bool = True) -> None:
-        """End the bar. Work that took long leaves its last state on the screen."""
+        """End the bar. Finished work that took at least a second leaves its last state on the
+        screen."""
         took_s = self._task.elapsed or 0.0
         self._silence.cancel()
         self._display.remove_task(self._task.id)

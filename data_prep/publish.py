@@ -7,8 +7,8 @@ The protocol:
 3. rename over the final name;
 4. fsync the parent, so that the rename itself survives a power cut.
 
-A crash before 3 leaves only a temporary name, which `remove_leftovers` removes. Each writer has its
-own temporary name. If several writers write one path, the last writer to end wins.
+A crash before step 3 leaves only a temporary name, which `remove_leftovers` removes. Each writer
+has its own temporary name. If several writers write one path, the last writer to end wins.
 """
 
 import errno
@@ -31,7 +31,7 @@ from data_prep.errors import UserError
 
 TEMPORARY_PREFIX = ".tmp-"
 REPLACED = "replaced-"
-"""Name (after the prefix) of an old directory while a new one replaces it."""
+"""Start (after the prefix) of an old directory's name while a new directory replaces it."""
 HASHED_BYTES = 4 << 20
 """Block size for hashing, in bytes."""
 
@@ -92,7 +92,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
                 is_done = True
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise  # otherwise another writer's directory has appeared meanwhile
+                    raise  # else another writer has made `path`: replace it, too
         sync(path.parent)
         shutil.rmtree(replaced, ignore_errors=True)
 
@@ -122,7 +122,6 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def canonical_json(value: Any) -> bytes:
-    """Return the canonical text of a JSON value, for hashing."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 

@@ -33,7 +33,6 @@ NUM_UPLOADS = 8
 
 
 def push(directory: Path, url: str, *, storage: Mapping[str, Any]) -> Manifest:
-    """Upload the dataset and return its manifest."""
     if "://" not in url:
         raise UserError("URL", f"{url} is not a URL", "write s3://BUCKET/NAME", code="bad-value")
     without_secrets(url, remedy="give it as a storage option", field="URL")

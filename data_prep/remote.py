@@ -1,4 +1,4 @@
-"""Read and write files on web servers and in buckets, by the clients of clients.py.
+"""Read and write files on web servers and in buckets, with the clients of clients.py.
 
 1. A copy is complete or does not exist, if the server gives the size.
 2. Requests are repeated after temporary faults, with growing pauses. Credentials that may have
@@ -321,7 +321,8 @@ def write_bytes(data: bytes, url: str, *, storage: Storage) -> None:
 def upload(path: Path, url: str, *, storage: Storage, stop: threading.Event | None = None) -> None:
     """Upload the file, and repeat until the bucket confirms the same bytes. If the bucket does not
     reply, the object is kept, because it may have replaced a complete object. `stop` ends the
-    upload at once; the bucket's life-cycle rule removes uploaded parts of a large object."""
+    upload at once. Uploaded parts of a large object then remain until a life-cycle rule of the
+    bucket removes them."""
     if _streams(url):
         problem, fix = "web servers are read-only", "choose a bucket (s3://, gs://, az://, hf://)"
         raise UserError(shown(url), problem, fix, code="unsupported")
@@ -378,7 +379,8 @@ class _Checksums(NamedTuple):
         return cls(num_bytes, md5.hexdigest(), parts_md5, sha256.hexdigest(), part_bytes)
 
     def match(self, found: dict[str, Any]) -> bool | None:
-        """Return True if the checksums agree with the bucket's; None if the bucket has none."""
+        """Return True if a checksum is equal to the bucket's, False if the size differs, and None
+        if the bucket has no equal checksum."""
         if found.get("size") != self.num_bytes:
             return False
         sums = {str(found.get("ETag", "")).strip('"'), (found.get("lfs") or {}).get("sha256", "")}
@@ -401,7 +403,7 @@ def _read_back(
     try:
         fetch(url, take, num_bytes=checksums.num_bytes, storage=storage, stop=stop)
     except Exception as error:
-        if "Checksum" in type(error).__name__:  # the client compares, too
+        if "Checksum" in type(error).__name__:  # some clients compare checksums, too
             return False
         raise
     if num_read != checksums.num_bytes:

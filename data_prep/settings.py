@@ -121,7 +121,7 @@ def read_lines(field: str, file: str, *, spelled: bool = False) -> list[str]:
     try:
         data = Path(file).read_bytes()
         errors = "backslashreplace" if spelled and b"\0" not in data else "strict"
-        lines = data.decode("utf-8-sig", errors).splitlines()  # without Windows's mark
+        lines = data.decode("utf-8-sig", errors).splitlines()  # -sig: drop a byte order mark
     except OSError as error:
         code: Code = "missing-path" if isinstance(error, FileNotFoundError) else "unreadable"
         problem, fix = f"{file} cannot be read ({error.strerror})", "choose a readable text file"
@@ -160,7 +160,7 @@ def parse_yaml(text: str, path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         for mark in (getattr(error, name, None) for name in ("context_mark", "problem_mark")):
             if mark is not None and without_commands(text) != text:
-                mark.buffer = None  # the lines around it may belong to a command
+                mark.buffer = None  # do not quote lines that may contain a command
         problem = f"is not valid YAML ({' '.join(str(error).split())})"
         raise SettingsError(str(path), problem, fix, code="bad-syntax") from None
     tree = {} if tree is None else tree
@@ -376,7 +376,7 @@ def _errors_of(schema: type[BaseModel], problem: Any) -> Iterator[UserError]:
             for name, each in model.model_fields.items()
             if each.is_required()
         ]
-        field = ".".join([field, *required[:1]])  # the first of a missing section
+        field = ".".join([field, *required[:1]])  # of a missing section, name one setting
         fix = f"set it in the config or as {field}=VALUE"
         yield SettingsError(field, "missing", fix, code="missing-value")
     elif kind == "union_tag_invalid":
@@ -462,7 +462,7 @@ def _locate(
     models: list[type[BaseModel]] = [schema]
     for part in location:
         if isinstance(part, int):
-            keys.append(str(part))  # of a list, whose entries are all of one kind
+            keys.append(str(part))  # position in a list; all entries have the same classes
             continue
         tagged = [model for model in models if len(models) > 1 and tag_of(model) == part]
         if tagged:
@@ -486,7 +486,7 @@ def sections_of(
     schema: type[BaseModel], prefix: str = "", *, in_lists: bool = False
 ) -> Iterator[tuple[str, type[BaseModel]]]:
     """Yield the schema and every section in it, each with the prefix of its keys (N for a position
-    in a list). For a union, yield all its kinds, including inputs of validators."""
+    in a list). A union yields all its kinds, including kinds that only a validator accepts."""
     yield prefix, schema
     for name, field in schema.model_fields.items():
         accepted = [

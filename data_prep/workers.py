@@ -30,8 +30,8 @@ _CONTEXT.set_forkserver_preload(["data_prep.build.build"])
 
 
 class Pool:
-    """A pool of worker processes, as a context manager. An error inside the block ends them at
-    once."""
+    """A pool of worker processes, as a context manager. An error inside the block ends the workers
+    at once."""
 
     def __init__(self, num_workers: int):
         self._num_workers, self._is_second = num_workers, False

@@ -1,4 +1,4 @@
-"""Commands that use a pretrained checkpoint. They share the data, step and tracking of `pretrain`.
+"""Commands that use a pretrained checkpoint, with the loader, step and tracking of `pretrain`.
 
     probe/       linear classifiers and nearest neighbors, on features stored on disk
     tune/        fine-tuning with the training loop of `pretrain` and accelerate
@@ -6,10 +6,10 @@
     predict/     predictions for any images
     export/      conversion of a checkpoint to timm, ONNX and torch.export
     weights/     conversion of weights from other projects
-    session.py   setup of a short run: process group, frozen model, MLflow record
+    session.py   setup of probe, knn and evaluate: process group, frozen model, MLflow record
     split.py     checks of splits, and one pass over a split
     runs.py      reader of run directories, for reports, tables and model cards
 
-A command has a `command.py` (options and checks) and a `config.py`, which import no torch, and a
-module that computes.
+Every command has a `command.py` (options). All except predict and import have a `config.py`
+(settings). Neither file imports torch.
 """

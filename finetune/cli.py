@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def make_parser() -> Parser:
-    words = "Probe, fine-tune, evaluate, predict with and export pretrained checkpoints."
+    words = "Probe, fine-tune, evaluate, export and import checkpoints, and predict images."
     return program("finetune", description=words, add_verbs=_add_verbs)
 
 

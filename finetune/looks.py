@@ -1,4 +1,4 @@
-"""Plot style of finetune and analysis: fits a paper's column, with colors for color-blind readers.
+"""Plot style of finetune and analysis. Figures fit a paper's column and suit color-blind readers.
 
 Figures are drawn without pyplot, because pyplot keeps figures in memory.
 """
@@ -46,8 +46,8 @@ _LOOKS: dict[Any, Any] = {
     "legend.frameon": False,
     "figure.facecolor": "white",
     "figure.constrained_layout.use": True,
-    "svg.hashsalt": "wide-mlps",  # equal figures give equal files
-    "text.parse_math": False,  # print a $ of a name
+    "svg.hashsalt": "wide-mlps",  # the same figure gives the same bytes
+    "text.parse_math": False,  # a $ in a name is not TeX
 }
 
 

@@ -49,8 +49,7 @@ ACCURACIES = {
     "class_mean": CLASS_MEAN,
     "top1_std": TOP1_STD,
 }
-"""Names of accuracies in reports. The keys are keys of result.json without the prefix up to the
-last slash and without `test_`."""
+"""Names of accuracies in reports, by key in result.json without `eval/`, `probe/` or `test_`."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ class Run:
 
     @property
     def num_images(self) -> int | None:
-        """Number of training images in one split or fold; None for mixtures and streams."""
+        """Number of images in the training split or fold; None with extra_datasets or stream."""
         split, manifest = str(self.data.get("train_split", "")), self.manifest
         if manifest is None or self.data.get("extra_datasets") or self.data.get("stream"):
             return None
@@ -180,7 +179,7 @@ class Run:
 
     @property
     def top1(self) -> float | None:
-        """Top-1 accuracy. For k-NN: with the first number of neighbors."""
+        """Top-1 accuracy. For k-NN: for the first entry of `neighbors`."""
         return self.accuracies.get("top-1")
 
     @property
@@ -191,7 +190,6 @@ class Run:
 
     @property
     def top1_std(self) -> float | None:
-        """Standard deviation of the accuracy over repetitions."""
         return self.accuracies.get(TOP1_STD)
 
     @property
@@ -227,7 +225,7 @@ class Result(NamedTuple):
     value: float
     run: str
     is_of_these_weights: bool
-    """False if the accuracy belongs to fine-tuned weights or to another step."""
+    """False for another step, and for a probe, k-NN or fine-tuning run on the checkpoint."""
 
 
 def read_run(directory: Path) -> Run:
@@ -280,7 +278,7 @@ def run_of(checkpoint: Path) -> Run | None:
         if (place / CONFIG_FILE).is_file():
             with suppress(ValueError, OSError):
                 return read_run(place)
-            return None  # a directory above may hold another run
+            return None  # a parent directory may be another run
     return None
 
 

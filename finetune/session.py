@@ -1,7 +1,7 @@
 """Setup of a short run (probe, knn, evaluate): process group, frozen model, and MLflow record.
 
-A short run has no checkpoints, so an interrupted run starts again. If a signal ends the run, its
-status is KILLED. Only this file and the engine of `finetune tune` import accelerate.
+A short run has no checkpoints, so it starts from the beginning after an interruption. If a signal
+ends the run, its status is KILLED. Only this file and tune/tune.py import accelerate.
 """
 
 import datetime
@@ -55,7 +55,7 @@ def session(
     facts: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[torch.device, Tracker]]:
     """Enter a run on all ranks, and yield the device and the tracker. If a rank exits, hangs or
-    fails, the other ranks end. Fail if ranks have different `facts` (default: the weights)."""
+    fails, the other ranks end. Fail if `facts` (default: weights) differ between ranks."""
     device = start_accelerator(world, timeout_s=settings.ranks.timeout_s).device
     identity = hash_of_json(facts) if facts else checkpoint.sha256 if checkpoint else "0"
     run_dir = Path(cast(Any, settings).run_dir)
@@ -63,9 +63,9 @@ def session(
         if not same_on_all_ranks(int(identity[:15], 16), device=device):
             place = str(checkpoint.directory if checkpoint else run_dir)
             problem = (
-                "the ranks read different weights, data or settings; the run may still be training"
+                "the ranks read different weights, data or settings; the run may be training now"
             )
-            fix = "choose one of its checkpoints/step-*"
+            fix = "choose one checkpoint, RUN/checkpoints/step-N"
             raise UserError(place, problem, fix, code="mismatch")
         with recorded(
             settings, world, used=used, checkpoint=checkpoint, tags={"task": task}, facts=facts
@@ -81,13 +81,13 @@ def session(
 def start_accelerator(
     world: World, *, precision: str = "fp32", timeout_s: float = 600.0
 ) -> Accelerator:
-    """Join the ranks. Without a GPU, accelerate joins ranks only with `cpu=True`."""
+    """Join all ranks in a process group. Without a GPU, accelerate needs `cpu=True` for this."""
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if precision == "bf16" else "no",
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=timeout_s)),
-            # permutations and masks never change; `average_over_ranks` averages other buffers
+            # buffers are constant (permutations, masks) or averaged by `average_over_ranks`
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         ],
     )
@@ -96,7 +96,8 @@ def start_accelerator(
     seen = accelerator.num_processes
     if seen != world.num_ranks:
         raise RuntimeError(
-            f"accelerate found {seen} processes instead of {world.num_ranks}; unset ACCELERATE_*"
+            f"accelerate found {seen} processes instead of {world.num_ranks};"
+            " unset the variables ACCELERATE_*"
         )
     return accelerator
 
@@ -104,8 +105,8 @@ def start_accelerator(
 class PatientGroup:
     """Process group without a timeout, for long waits on other ranks.
 
-    Instead of a timeout, the heartbeat finds lost ranks. All ranks must create the group together,
-    before the work.
+    Instead of a timeout, the heartbeat (watchdog.py) finds lost ranks. All ranks must create the
+    group together, before the work.
     """
 
     def __init__(self) -> None:

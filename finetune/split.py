@@ -1,6 +1,6 @@
 """Checks of splits, and one pass over a split. Only the pass imports torch.
 
-Two splits share a sample if both have the same tar (by hash) and the same offset in the index. This
+Two splits share a sample if both contain the same offset in the same tar (compared by hash). This
 check finds overlapping subsets of one dataset. `data_prep dedup` finds copies of images in other
 tars.
 """
@@ -83,7 +83,9 @@ def class_numbers(card: ModelCard, manifest: Manifest, *, dataset: str | Path) -
             f"{len(missing)} of {len(manifest.classes)} classes of {dataset} are not classes of the"
             f" checkpoint, for example {missing[0]!r}"
         )
-        raise UserError("dataset", problem, "probe or tune on this dataset first", code="mismatch")
+        raise UserError(
+            "dataset", problem, "run probe or tune on this dataset first", code="mismatch"
+        )
     return tuple(number_of[name] for name in manifest.classes)
 
 

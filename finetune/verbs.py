@@ -27,14 +27,14 @@ def add_common(
         "overrides",
         nargs="*",
         default=[],
-        help="settings as key=value; the last word of a key suffices",
+        help="settings as key=value; dataset=X is short for data.dataset=X",
     )
     verb.add_argument("--ranks", type=at_least(1), help="number of ranks to start on this machine")
     verb.set_defaults(run=run, schema=schema, show=False)
 
 
 def split_config(words: list[str]) -> tuple[str | None, list[str]]:
-    """Split words into (CONFIG, other words). The first word is a config if it is a YAML file."""
+    """Return (CONFIG, other words), or (None, words) if the first word is not a YAML file."""
     is_config = bool(words) and "=" not in words[0] and words[0].endswith((".yaml", ".yml"))
     return (words[0], words[1:]) if is_config else (None, words)
 
@@ -63,7 +63,7 @@ def launch_ranks(
 
 def finished_before(run_dir: Path, pretrained: str | None, world: World) -> bool:
     """Return True and print a message if the run has finished. Fail if the weights have changed
-    since."""
+    since then."""
     if finished_result(run_dir) is None:
         return False
     check_source(run_dir, pretrained)

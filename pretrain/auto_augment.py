@@ -64,7 +64,7 @@ def parse_policy(text: str) -> Policy:
         of_cifar = head == "cifar10"
         given = _sections(text, sections, known=() if of_cifar else ("mstd",))
         words = [word.split() for word in re.split(r"[,|\n]", _SEARCHED[head].strip())]
-        full = 9 if of_cifar else FULL_MAGNITUDE  # torchvision's magnitudes are ninths
+        full = 9 if of_cifar else FULL_MAGNITUDE  # torchvision's full magnitude is 9
         steps = tuple(
             PolicyStep(name, float(p), float(magnitude) * FULL_MAGNITUDE / full)
             for name, p, magnitude in words

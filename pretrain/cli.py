@@ -269,7 +269,7 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
         check_branch(source, settings)
         if (num_steps := steps_of(settings, data)) <= card.step:
             problem = f"{settings.train.duration} is {num_steps:,} steps, but {source} is at step"
-            fix = "give the branch a longer duration"
+            fix = "set a longer duration"
             raise SettingsError("train.duration", f"{problem} {card.step:,}", fix, code="bad-value")
     there, here = (
         {
@@ -337,8 +337,7 @@ def _preview(options: argparse.Namespace) -> int:
 
 
 def console() -> "Console":
-    """Return a console as wide as the terminal, but wide enough for all columns of a table. Narrow
-    terminals wrap the lines."""
+    """Return a console as wide as the terminal, but wide enough for all columns of a table."""
     from rich.console import Console
 
     return Console(width=max(shutil.get_terminal_size((120, 24)).columns, 100), highlight=False)

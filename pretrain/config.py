@@ -106,7 +106,8 @@ def _kept_out(remedy: str) -> AfterValidator:
 
 
 _ELSEWHERE = (
-    "set the secret in data.storage (http: params={NAME: VALUE}), or as a $VARIABLE in the list"
+    "set the password or token in data.storage (http: params={NAME: VALUE}), or as a $VARIABLE in"
+    " the list"
 )
 Address = Annotated[str, _kept_out(_ELSEWHERE), PlainSerializer(recorded, return_type=str)]
 """Address of a dataset. A `pipe:` command in the address is never stored."""
@@ -428,7 +429,7 @@ class AugmentSettings(Settings):
 
     @property
     def recipe(self) -> str:
-        """List the settings that differ from no augmentation, with their values."""
+        """Text with the settings that differ from no augmentation, and their values."""
         plain = AugmentSettings(flip_probability=0).fed_as("bilinear", 1.0).model_dump(mode="json")
         fed = self.fed_as("bilinear", 1.0).model_dump(mode="json")
         return (
@@ -514,7 +515,8 @@ class ScheduleSettings(Settings):
 
 
 def _number_or_auto(value: object) -> object:
-    """Check the value with one message. pydantic would print a message for each allowed type."""
+    """Check the value, and report a bad value once. pydantic would report it once per allowed
+    type."""
     if value in (None, "auto") or (type(value) is int and value >= 1):
         return value
     fix = "Write a whole number from 1, or auto"
@@ -638,8 +640,9 @@ class CheckpointSettings(Settings):
         if "?" in place:
             fix = "Remove the part of the address that begins with ?"
             raise UserError(field, "a query (?...) is not supported", fix, code="bad-value")
+        # an explicit remote=null also allows remote_storage
         is_named = self.remote is not None or "remote" in self.model_fields_set
-        check_needs(self, "checkpoint", {"remote_storage": (is_named, field)})  # null: no remote
+        check_needs(self, "checkpoint", {"remote_storage": (is_named, field)})
         return self
 
 

@@ -9,8 +9,8 @@ figures and model cards read these facts from the record, never from settings.
                   "record": {"task": "pretrain", ...}}]}
 
 A parent is the run whose weights this run began with. Its path is relative to the run, so you can
-move both together. A name on the hub is stored unchanged. `record` is the parent's record without
-the parent's own parents, or null for weights without a record.
+move both together. A model name on the Hugging Face hub is stored unchanged. `record` is the
+parent's record without the parent's own parents, or null for weights without a record.
 """
 
 import os

@@ -73,8 +73,8 @@ def list_models(pattern: str = "*") -> list[str]:
 def load_checkpoint(source: Path | str) -> "Checkpoint":
     """Open a checkpoint and check its hashes.
 
-    `source`: a run directory (for its newest checkpoint), RUN@50epochs, a checkpoint, a folder of
-    weights, or hf-hub:USER/NAME.
+    `source`: a run directory (for its newest checkpoint), RUN@50epochs (for its checkpoint at 50
+    epochs), a checkpoint, a folder of weights, or hf-hub:USER/NAME.
     """
     from pretrain.checkpoints.checkpoint import Checkpoint
 

@@ -1,10 +1,11 @@
 """`analysis cka`: similarity of the features of two trained networks, mixing by mixing.
 
 Each pair of runs has a CKA matrix and the mean of its diagonal. If the depths differ, the diagonal
-has the entries at the same fraction of both depths. The ceiling is the mean between seeds of one
-architecture. The floor is the mean if the second network gets the images in another order. Pairs of
-the same two architectures are averaged, with a standard deviation, or an interval from resampled
-batches. F features of all runs together, T batches, W weightings of batches, L and M layers.
+has the entries at the same fraction of both depths. The ceiling is this mean for two seeds of
+one architecture. The floor is this mean if the second network gets the images in another order.
+Pairs of the same two architectures are averaged, with a standard deviation, or an interval from
+resampled batches. F layers of all runs together, T batches, W weightings of batches, L and M layers
+of one run.
 """
 
 import itertools
@@ -65,7 +66,7 @@ def diagonal(rows: int, columns: int) -> list[tuple[int, int]]:
 
 
 def diagonal_of(matrices: Tensor) -> Tensor:
-    """Return the mean of the diagonal of each matrix (L, M)."""
+    """Return the mean over `diagonal` of each matrix."""
     rows, columns = zip(*diagonal(*matrices.shape[-2:]), strict=True)
     return matrices[..., list(rows), list(columns)].mean(-1)
 

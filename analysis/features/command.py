@@ -40,7 +40,7 @@ def add_commands(verbs: Verbs) -> None:
         default=[],
         metavar=("RUN_A", "RUN_B"),
         dest="more",
-        help="compare another pair, too; pairs of the same two architectures count as seeds",
+        help="compare another pair, too; pairs of the same two architectures are averaged",
     )
     cka.add_argument(
         "--full-sample",
@@ -53,7 +53,7 @@ def add_commands(verbs: Verbs) -> None:
         _invariance,
         help="accuracy, agreement and CKA on shifted, flipped, cropped and permuted images, and"
         " accuracy with augmented views",
-        description="Memory: 1 GB, the weights and mixings of a run x BATCH^2 x 24 bytes.",
+        description="Memory: 1 GB, the weights, and mixings of a run x BATCH^2 x 24 bytes.",
         epilog="analysis invariance runs/mlp runs/mixer data/cifar10 --split test",
     )
     invariance.add_argument(
@@ -66,7 +66,7 @@ def add_commands(verbs: Verbs) -> None:
         help="number of test-time augmentation views (default: 20; 0: none)",
     )
     invariance.add_argument(
-        "--seeds", type=at_least(1), default=3, help="random seeds of the views (default: 3)"
+        "--seeds", type=at_least(1), default=3, help="number of random seeds for views (default: 3)"
     )
     for command in (cka, invariance):
         command.add_argument("dataset", help="finished dataset, or its URL")
@@ -78,7 +78,7 @@ def add_commands(verbs: Verbs) -> None:
             help="images per batch; CKA compares them with each other (default: 256)",
         )
         command.add_argument(
-            "--count", type=at_least(8), help="random images of the split (default: all)"
+            "--count", type=at_least(8), help="number of random images (default: all)"
         )
         command.add_argument(
             "--quick", action="store_true", help=f"the same as --count {QUICK_IMAGES}"

@@ -63,8 +63,8 @@ def _set_ticks(axis: Any, names: Sequence[str]) -> None:
 
 
 def _draw_density(groups: pd.DataFrame) -> Figure:
-    """Draw the mean CKA of the diagonal against density. Error bars: SD over pairs, otherwise the
-    interval over batches."""
+    """Draw the mean CKA of the diagonal against density. Error bars: SD over pairs, or
+    for only one pair the interval over batches."""
     figure, (axes,) = panels(1, height=2.5)
     axes.set(xlabel="density p of the SW-MLP", ylabel="CKA, mean of the diagonal")
     axes.set_ylim(-0.04, 1.02)

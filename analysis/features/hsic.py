@@ -7,8 +7,8 @@ minibatch       From the Gram matrices K = XX', L = YY' of n images. HSIC1 is av
 full sample     From X'X, X'Y, Y'Y and row sums of all N images, in one pass.
                 Memory: d^2 numbers for d features and any N.
 
-HSIC1 does not change if a constant is added to all rows of X. Rows are roughly centered, so fewer
-digits cancel. L, M layers, N images, D features.
+HSIC1 does not change if one vector is added to all rows of X. Rows are roughly centered, so that
+fewer digits cancel. L, M layers, N images, D features.
 """
 
 import torch
@@ -34,7 +34,7 @@ def hsic(k_LNN: Tensor, l_MNN: Tensor) -> Tensor:
 
 
 def _hsic(size: int, traces: Tensor, crossed: Tensor, sums: Tensor) -> Tensor:
-    """Return HSIC1 from tr K~L~, 1'K~L~1 and (1'K~1)(1'L~1)."""
+    """Return HSIC1 from tr KL, 1'KL1 and (1'K1)(1'L1), where K and L have zero diagonals."""
     total = traces + sums / ((size - 1) * (size - 2)) - 2 * crossed / (size - 2)
     return total / (size * (size - 3))
 

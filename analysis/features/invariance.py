@@ -107,7 +107,7 @@ def _classes(subject: Subject, images: Images, *, device: torch.device) -> Tenso
 
 
 def measure(subject: Subject, images: Images, *, quick: bool, device: torch.device) -> pd.DataFrame:
-    """Return a row for each change: top-1, agreement and CKA over all images."""
+    """Return a row for each change: top-1, agreement (equal predictions) and CKA."""
     card, classes = subject.card, _classes(subject, images, device=device)
     size = card.image_size
     tried = [*changes(size, quick=quick)]

@@ -28,7 +28,7 @@ def add_commands(verbs: Verbs) -> None:
     spectra.add_argument(
         "--figs1",
         action="store_true",
-        help="draw Figure S.1 center and right without runs (seconds)",
+        help="draw Figure S.1 center and right, without runs (seconds)",
     )
     structure = add_command(
         verbs,
@@ -39,9 +39,9 @@ def add_commands(verbs: Verbs) -> None:
             " distance of their matrices to Monarch and Kronecker matrices"
         ),
         description=(
-            "Prints the largest difference of both sides of Proposition 3.2 and Corollary 3.4, and"
-            " the largest ratio of both sides of Proposition 3.3. Distances of a run are compared"
-            " with distances of random matrices of equal spectrum."
+            "Prints the largest difference between both sides of Proposition 3.2 and Corollary 3.4,"
+            " and the largest ratio of both sides of Proposition 3.3. Distances of a run are"
+            " compared with distances of random matrices of equal spectrum."
         ),
         epilog="analysis structure runs/mine --out runs/mine-structure",
     )

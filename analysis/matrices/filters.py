@@ -101,7 +101,7 @@ def filters(runs: Sequence[Path], images: FilterImages, *, with_initial: bool) -
         if with_initial:
             model = initial_model(each)
             if model is None:
-                problem = f"the weights in {place} did not begin from the seed of a run"
+                problem = f"{place} is not from a run with random initial weights"
                 raise UserError("--init", problem, "remove --init", code="unsupported")
             weight = model.get_parameter(FIRST_LAYER).detach()
             layers.append(Layer(f"{name}, initial", weight, layer.side))

@@ -118,7 +118,7 @@ def sparser(
 
 
 def figure_4(*, quick: bool) -> Result:
-    """Draw Figure 4 right. The facts are for the greatest width."""
+    """`facts` in the result are for the greatest width."""
     rows = widths(SIDES[::4] if quick else SIDES, seeds=2 if quick else 10)
     widest = rows[rows.width == rows.width.max()]
     measured = {"width": widest.width.iloc[0], "measured": widest.sw_mlp.mean()}

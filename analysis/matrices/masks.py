@@ -1,5 +1,5 @@
 """Figures 1 and S.9 of the Mixer paper: the nonzero entries of m x m effective matrices, m = S C.
-Vectors hold the image token by token."""
+An image's vector lists its tokens one after the other."""
 
 import numpy as np
 import pandas as pd

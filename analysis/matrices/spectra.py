@@ -1,9 +1,9 @@
 """Singular values of a run's matrices, from its initial weights to its last checkpoint, compared
 with the law of random matrices.
 
-Singular values are computed as roots of the eigenvalues of the smaller Gram matrix in float64. A
-singular value decomposition takes three times as long. Eigenvalues have an error of about 1e-15 of
-the largest one. A singular value at a thousandth of the largest thus has a relative error of 1e-9.
+Singular values are computed as roots of the eigenvalues of the smaller Gram matrix in float64.
+Eigenvalues have an error of about 1e-15 of the largest one. A singular value at a thousandth of the
+largest thus has a relative error of 1e-9.
 Values below NOISE x the largest are rounding errors, and the effective rank skips them.
 
 Columns for each matrix W and step (both ranks of the effective matrix are `copies` times higher):
@@ -125,8 +125,8 @@ def effective_rank(values: Array) -> float:
 
 
 def distance(values: Array, *, ratio: float) -> float:
-    """Return the Kolmogorov distance between the squared singular values and the law with the same
-    mean. Scaling W does not change the distance."""
+    """Return the Kolmogorov distance between the squared singular values and Marchenko and Pastur's
+    law with the same mean. Scaling W does not change the distance."""
     squares = np.sort(values.astype(np.float64) ** 2)
     if not squares.any():
         return 1.0
@@ -141,7 +141,7 @@ def marchenko_pastur(ratio: float, num_points: int = 8192) -> tuple[Array, Array
     shorter side of the matrices divided by the longer side.
 
     The density is sqrt((b - x)(x - a)) / (2 pi ratio x) between a and b = (1 -+ sqrt(ratio))^2. At
-    ratio 1 this is infinite at 0. Therefore the sum is over the angle t in
+    ratio 1 the density is infinite at 0. Therefore the integral is over the angle t in
     x = 1 + ratio - 2 sqrt(ratio) cos t.
     """
     edges = np.linspace(0, np.pi, num_points + 1)
@@ -183,8 +183,8 @@ def draw(rows: pd.DataFrame) -> dict[str, Figure]:
 
 def draw_lines(rows: pd.DataFrame, titles: Mapping[str, str], *, x: str) -> Figure:
     """Draw a panel for each column, with a color for each run and a marker for each kind of matrix.
-    Over blocks: the last step and, pale, the initial weights. Over steps: mean and range over
-    blocks."""
+    `x` = "block" shows the last step and, pale, the initial weights. `x` = "step" shows mean and
+    range over blocks."""
     colors = dict(zip(rows.run.unique(), cycle(COLORS), strict=False))
     markers = dict(zip(rows.name.unique(), cycle(MARKERS), strict=False))
     pale: dict[str, Any] = {"ls": ":", "alpha": 0.4}

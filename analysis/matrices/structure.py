@@ -38,7 +38,7 @@ FORMS = ("monarch", "kronecker")
 
 
 def distance(weight: Array | Tensor, form: str, *, out: Grid, into: Grid) -> float:
-    """Return |W - nearest|_F / |W|_F, which is 0 for a matrix of the form."""
+    """Return |W - nearest|_F / |W|_F, which is 0 for a matrix of this form."""
     slices = slices_of(weight, form, out=out, into=into)
     is_tall = slices.shape[1] >= slices.shape[2]
     squares = torch.linalg.eigvalsh(slices.mT @ slices if is_tall else slices @ slices.mT)

@@ -133,7 +133,7 @@ def _rows(lists: Mapping[str, Any], path: str) -> list[Row]:
             row = validate(Row, dict(each))
             if getattr(row, needed) is None or (row.section and row.reason):
                 field, fix = f"{path}: {key}[{number}]", f"give only a {needed}"
-                raise SettingsError(field, f"the row has no {needed}", fix, code="missing-value")
+                raise SettingsError(field, f"`{key}` needs a {needed}", fix, code="missing-value")
             found.append(row)
     return found
 
@@ -175,7 +175,7 @@ def _origins(
 
 
 def _decisions(member: Member, own: list[Row], shared: list[Row]) -> dict[str, Row]:
-    """Return the row that decides each setting of a member."""
+    """Return the row that explains each setting of a member."""
     found = dict[str, Row]()
     for rows in (shared, own):
         applying = [row for row in rows if all(_has(member, *each) for each in row.where.items())]
@@ -211,7 +211,7 @@ def differences(plan: Plan) -> list[str]:
     found += [f"no row names {name} ({in_yaml(each)})" for name, each in unnamed.items()]
     used = {(id(each.row), each.key) for each in origins}
     found += [
-        f"{key} in {row.origin} decides nothing"
+        f"{key} in {row.origin} applies to no run"
         for row in own
         for key in row.settings
         if (id(row), key) not in used

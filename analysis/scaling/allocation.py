@@ -43,7 +43,7 @@ def by_frontier(sample: Sample) -> Allocation | str:
     known = np.isfinite(sample.points["parameters"] * sample.points["images"])
     on = sample.of(sample.frontier() & known)
     if (count := on.num_different("compute")) < 3:
-        return f"{count} points on the frontier cannot fix a line; 3 are needed"
+        return f"{count} points on the frontier cannot determine a line; 3 are needed"
     logs = {name: np.log(on.points[name]) for name in ("parameters", "images")}
     return _allocation(np.log(on.points["compute"]), logs)
 
@@ -66,7 +66,7 @@ def by_parabolas(sample: Sample) -> IsoFlop | str:
     known = np.isfinite(parameters) & np.isfinite(sample.points["samples"]) & (sample.errors_N > 0)
     sizes_P = np.unique(parameters[known])
     if len(sizes_P) < FEWEST_SIZES:
-        return f"{len(sizes_P)} model sizes cannot fix a parabola; {FEWEST_SIZES} are needed"
+        return f"{len(sizes_P)} model sizes cannot determine a parabola; {FEWEST_SIZES} are needed"
     curves = [sample.of(known & (parameters == size)) for size in sizes_P]
     ends = np.log([each.points["compute"][[0, -1]] for each in curves])
     low, high = np.sort(ends[:, 0])[FEWEST_SIZES - 1], np.sort(ends[:, 1])[-FEWEST_SIZES]

@@ -56,13 +56,13 @@ def _draw_compute(studies: Sequence[Study]) -> Figure:
 
 
 def _draw_size_and_data(studies: Sequence[Study]) -> Figure:
-    """Draw the law in P at the largest N and T, and the law in N at the largest P and T."""
+    """Draw the law in P at the largest N and epochs T, and the law in N at the largest P and T."""
     figure, axes = panels(2, height=2.6)
     for axis, law, others in zip(axes, ("size", "data"), ("N", "P"), strict=True):
         variable, _ = VARIABLES[law]
         for number, each in enumerate(studies):
             held, found, style = each.used[law], each.drawn[law], mark(number)
-            if held.any():  # a CSV has neither
+            if held.any():  # a CSV has no P and N
                 values = each.sample.points[variable][held]
                 words = "too few for a law"
                 if not isinstance(found, str):

@@ -4,7 +4,7 @@ errors at the same points.
 Exponents and parameters inside u are called the shape (at most three parameters). For a known
 shape, non-negative least squares give the factors a_j and E_inf in closed form. A grid search, then
 Levenberg-Marquardt steps find the shape, for all sets of errors in one batch. Variables are divided
-by their geometric mean. Squares are of E, not of log E.
+by their geometric mean. Fits minimize squared errors of E, not of log E.
 
 B sets of errors, K columns (factors, then E_inf), Q shape parameters, N points.
 """
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Points = Mapping[str, Array]
-"""Values of the columns compute, parameters, images and epochs."""
+"""Values of the columns compute, parameters, images, epochs and samples."""
 
 FLOOR = "E_inf"
 GRIDS = {
@@ -137,7 +137,7 @@ class Fit:
 
     @property
     def at_bounds(self) -> dict[str, Array]:
-        """Parameter -> True for each fit with this parameter at an end of its range (E_inf = 0)."""
+        """Parameter -> True for each fit with this parameter at an end of its range (E_inf: 0)."""
         low, high = self.law.bounds
         shape = (self.shape_BQ <= low) | (self.shape_BQ >= high)
         return dict(
@@ -248,7 +248,7 @@ def _polish(law: Law, points: Points, errors_BN: Array, shape_BQ: Array) -> tupl
 
 
 def _normal_equations(state: tuple[Array, ...]) -> tuple[Array, Array]:
-    """Return the normal equations (B, Q, Q) and gradient (B, Q) of the derivatives. The span of the
+    """Return the normal equations (B, Q, Q) and gradient (B, Q) for the shape. The span of the
     columns in use is projected out."""
     _, linear_BK, _, rest_BN, columns_BKN, slopes_BQKN = state
     tangents_BQN = np.einsum("bk,bqkn->bqn", linear_BK, slopes_BQKN)

@@ -156,7 +156,7 @@ def _lack(law: Law, sample: Sample) -> str:
     counts.append((len(sample.errors_N), "points", law.num_parameters + 1))
     for number, noun, needed in counts:
         if number < needed:
-            problem = f"{number} {noun} cannot fix {law.num_parameters} parameters"
+            problem = f"{number} {noun} cannot determine {law.num_parameters} parameters"
             return f"{problem}; {needed} are needed"
     return ""
 

@@ -35,7 +35,7 @@ class Sample:
     points: Points
     errors_N: Array
     runs_N: NDArray[np.int64]
-    """Number of the pretraining run of each point."""
+    """Index of the pretraining run of each point."""
     kind: str = ""
 
     @property
@@ -116,7 +116,7 @@ def samples_of(results: pd.DataFrame, targets: Sequence[str] = ()) -> tuple[list
     results = results[results.neighbors.isna() | (results.neighbors == fewest)]  # k-NN: one k
     known = results[results.error.notna() & results.compute.notna()]
     if known.empty:
-        problem, fix = "no result has a compute and an error", "give results of pretrainings"
+        problem, fix = "no result has a compute and an error", "give results of pretraining runs"
         raise UserError("points", problem, fix, code="empty")
     if not (np.isfinite(known.compute) & (known.compute > 0) & known.error.between(0, 1)).all():
         problem = "a compute is not positive, or an error is not between 0 and 1"

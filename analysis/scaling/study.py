@@ -42,7 +42,7 @@ class Study:
     rows: pd.DataFrame
     """One row for each parameter of each form of each law."""
     used: Mapping[str, NDArray[np.bool_]]
-    """Mask of the points that each law in P, N or C uses."""
+    """Mask of the points that each law uses."""
     epochs: float
     """Number of epochs T of the allocation and of the law `sum`."""
     isoflop: IsoFlop | str

@@ -45,8 +45,6 @@ def _cost(options: argparse.Namespace) -> Result:
 
 
 def _efficiency(options: argparse.Namespace) -> Result:
-    """Measure the models. Defaults: bf16 and compiled models on CUDA, float32 and eager models on a
-    CPU."""
     with doing("loading torch"):
         from analysis.speed.efficiency import Conditions, efficiency
     device, quick, is_compiled = device_of(options.device), options.quick, options.compile

@@ -4,7 +4,7 @@ MLP-Mixer of the same widths.
 The command times training steps without data loading. The caption has S = 64, C = 48, L = 3 and
 gamma = 2. AdamW, batch 128 and float32 are from C.3 (runtime of Table 1). The SW-MLP has a block
 for each mixing (2 L) and the Mixer's Omega. The paper stores dense weights and a mask of 4 bytes
-per entry. Another row has our storage of only existing connections. Each round measures all models,
+per entry. Another row stores only existing connections. Each round measures all models,
 and ratios are medians over rounds, because the speed of a shared machine drifts.
 """
 
@@ -100,7 +100,7 @@ def measure(
         for each in models:
             model = build_model(each.spec, **sizes, seed=0).to(device)
             built.append((model, torch.optim.AdamW(model.parameters(), lr=0.01)))
-            step_s(*built[-1], 1)  # selects kernels, makes the optimizer's state
+            step_s(*built[-1], 1)  # warm-up
         rounds = [[step_s(*each, num_steps) for each in built] for _ in range(num_rounds)]
     seconds = pd.DataFrame(rounds)
     rows = pd.DataFrame([block_cost(each) for each in models], columns=["bytes", "flop"])

@@ -63,7 +63,7 @@ class Conditions(NamedTuple):
     batch_size: int
     num_rounds: int
     seconds: float
-    """Shortest duration of a measurement in seconds. It has at least one forward pass."""
+    """Shortest duration of a measurement, which has at least one forward pass."""
 
 
 def efficiency(conditions: Conditions) -> Result:
@@ -166,7 +166,7 @@ def summarize(timings: pd.DataFrame) -> pd.DataFrame:
 
 
 def machine(device: str) -> str:
-    """Return the processor, its load before the measurement, and the versions."""
+    """Return the processor, its load before the measurement, and the versions of the code."""
     if device == "cuda":
         where = torch.cuda.get_device_name()
     else:

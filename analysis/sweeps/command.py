@@ -48,8 +48,8 @@ def add_commands(verbs: Verbs) -> None:
     for command in (sweep, curves):
         add_points(command, metavar="POINTS.parquet")
         for option, words in (
-            ("--hue", "variables with a line for each value: kind,mixing"),
-            ("--facet", "variables with a panel for each value: target"),
+            ("--hue", "variables with a line for each value, such as kind,mixing"),
+            ("--facet", "variables with a panel for each value, such as target"),
         ):
             command.add_argument(option, type=_names, default=(), help=words)
     widths = add_command(

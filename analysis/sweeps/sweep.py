@@ -2,7 +2,7 @@
 
 A place is a combination of panel (facet), line (hue) and x. It has one result for each seed. If the
 results differ in other variables, the command fails, because the mean has no meaning. Shapes that
-only swap tokens and channels have the same width and count once.
+only swap tokens and channels have the same width and are averaged first.
 """
 
 import json
@@ -132,8 +132,8 @@ def _differs(rows: pd.DataFrame, name: str) -> bool:
 def places_of(
     results: pd.DataFrame, x: str, hue: Names = (), facet: Names = (), task: str | None = None
 ) -> pd.DataFrame:
-    """Return one row for each place. Each seed counts once in means and deviations. `errors` has
-    the order of `seeds`; `minus_normal` has the differences RP - normal of each seed."""
+    """Return one row for each place. Results of a seed are averaged first. `errors` is in the
+    order of `seeds`; `minus_normal` has the difference RP - normal of each seed."""
     data = results[results.error.notna()]
     if task is not None:
         data = data[data.task == task]
@@ -211,8 +211,8 @@ def sweep(
     if len(lines.columns) > 2:
         printed.append(lines)
     if len(changes):
-        words = f"{100 * changes.mean():+.2f} percentage points over {len(changes)} pairs of a seed"
-        printed.append(f"RP - normal: {words}; RP is lower in {pairs['lower']}")
+        words = f"{100 * changes.mean():+.2f} percentage points over {len(changes)} pairs"
+        printed.append(f"RP - normal: {words} of equal seed; RP is lower in {pairs['lower']}")
     figure = draw_sweep(places, lines, TITLES.get(x, x))
     facts["lines"] = lines.to_dict("records")
     return Result(places, facts, {"": figure}, printed=printed)

@@ -62,7 +62,7 @@ def cells_of(tables: Sequence[Table], results: pd.DataFrame) -> pd.DataFrame:
 
 
 def _by_numbers(name: str) -> list[str]:
-    """Return a key that sorts B-6 before B-12."""
+    """Sort B-6 before B-12."""
     return [part.zfill(9) for part in re.split(r"(\d+)", name)]
 
 

@@ -2,7 +2,7 @@
 unchanged.
 
 Parsers raise many kinds of exceptions on damaged files. These checks turn each into a
-`SourceError`, so no archive ends in a traceback.
+`SourceError`, so no damaged archive causes a traceback.
 """
 
 import errno
@@ -41,7 +41,7 @@ def damaged(
 def report_damage(
     place: str | Path, *, fix: str = "download it again", field: str = "source.path"
 ) -> Iterator[None]:
-    """Turn any exception of a parser into a SourceError that names `place`."""
+    """Turn exceptions that a damaged file causes into a SourceError that names `place`."""
     try:
         yield
     except (SourceError, MemoryError):

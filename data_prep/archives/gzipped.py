@@ -49,7 +49,7 @@ def _members(
             if offset + num_bytes > max_bytes:
                 raise damaged(path, f"unpacks to more than {max_bytes:,} bytes")
             with report_damage(path):
-                stream.seek(offset)  # forward only
+                stream.seek(offset)  # never backwards
                 return stream.read(num_bytes)
 
         seen = set[str]()

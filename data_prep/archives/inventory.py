@@ -46,7 +46,7 @@ class Container(NamedTuple):
     """Label of all entries in the container; None if each entry has its own."""
     offset: int = 0
     num_bytes: int = 0
-    """Range of the container in a larger file or dataset: bytes, items or row groups."""
+    """`offset` and `num_bytes` are its range in a larger file, in bytes, items or row groups."""
     stamp: str = ""
     """Size and modification time of the container's file; "" if only a new listing can show
     changes."""
@@ -58,8 +58,8 @@ class Entries:
 
     names: list[str]
     offsets: NDArray[np.int64]
-    """Position of each entry for `Source.read`. For a file of its own, the modification time in
-    ns."""
+    """Position of each entry for `Source.read`. If the entry is a file, this is its modification
+    time in ns."""
     sizes: NDArray[np.int64]
     labels: NDArray[np.int32]
 
@@ -76,7 +76,7 @@ class Entries:
 
 
 class Entry(NamedTuple):
-    """One input file of a build."""
+    """One input of a build."""
 
     container: Container
     name: str
@@ -97,8 +97,6 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Outline:
-    """Classes and containers of a source."""
-
     classes: tuple[str, ...]
     containers: tuple[Container, ...]
     beside: tuple[tuple[str, str], ...] = ()

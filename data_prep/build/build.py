@@ -32,8 +32,6 @@ MAX_INPUT_BYTES = 1 << 30
 
 
 def build(settings: BuildSettings) -> Manifest:
-    """Build the dataset at `settings.out` and return its manifest. You can repeat the call after
-    any interruption."""
     directory = settings.directory
     source = open_source_of(settings)
     with own_place(directory), Pool(settings.num_workers) as pool:
@@ -52,8 +50,8 @@ def build(settings: BuildSettings) -> Manifest:
 def write_shards(
     work: Workplan, plans: Sequence[ShardPlan], source: Source, pool: Pool
 ) -> list[ShardRecord]:
-    """Write the planned shards that do not exist yet. Return the records of all of them, in
-    order."""
+    """Write the planned shards that do not exist yet. Return the records of all planned
+    shards, in order."""
     function, sizes = (
         partial(write_planned, work, source),
         [each.stop - each.start for each in plans],

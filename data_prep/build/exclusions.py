@@ -52,7 +52,6 @@ class Exclusions:
 
 
 def load_exclusions(files: tuple[str, ...]) -> Exclusions:
-    """Return the paths of all lists. Raise UserError if a list cannot be read or parsed."""
     paths: set[str] = set()
     for file in files:
         try:

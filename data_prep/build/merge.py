@@ -53,7 +53,7 @@ NUM_COMPARISONS = 512
 """Approximate number of worker jobs that compare a source with its listing."""
 NUM_NAMED = 3
 _Changes = tuple[int, tuple[str, ...]]
-"""Number of changed files in one container, and the names of the first ones."""
+"""Number of changed files in one container, and the first NUM_NAMED names."""
 
 
 class TooManyRejected(UserError):  # noqa: N818
@@ -313,7 +313,6 @@ def with_limit(directory: Path, manifest: Manifest, max_reject_fraction: float) 
 
 
 def check_reject_fraction(out: Path, manifest: Manifest) -> None:
-    """Raise TooManyRejected if more inputs were rejected than max_reject_fraction allows."""
     share, allowed = manifest.num_rejected / max(1, manifest.num_read), manifest.max_reject_fraction
     if share > allowed:
         error = TooManyRejected(

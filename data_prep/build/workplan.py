@@ -127,7 +127,7 @@ def prepare(settings: BuildSettings, source: Source, pool: Pool) -> Workplan:
     config = described(settings, source, exclusions)
     before, is_finished = load_begun(directory), (directory / MANIFEST_NAME).exists()
     if before and not is_finished and not _has_shards(before):
-        record_path(directory, BEGUN).unlink()  # it has no finished shards
+        record_path(directory, BEGUN).unlink()  # no shard of that plan is finished
         before = None
     existing = load_manifest(directory) if is_finished else before
     if existing is not None and existing.config != config:
@@ -291,7 +291,7 @@ def described(settings: BuildSettings, source: Source, exclusions: Exclusions) -
         "exclude": exclusions.digest[:12] or None,
     }
     if config["per_class"] is None:
-        del config["per_class"]  # as in older manifests
+        del config["per_class"]  # older manifests do not have this key
     return config | of_files
 
 
@@ -360,7 +360,7 @@ def _entries(source: Source, outline: Outline, pool: Pool, *, ahead: int) -> Ite
         for number, container in enumerate(outline.containers):
             try:
                 yield next_entries(number)
-            except SourceError as error:  # one run reports all of them
+            except SourceError as error:  # one run reports all damaged containers
                 damaged.append(error)
             line.advance(note=container.path)
     if damaged:
@@ -379,7 +379,8 @@ def all_in_one(errors: list[UserError]) -> UserError:
 
 @dataclass
 class _Dropped:
-    """Row numbers of inputs that a plan skips, with counts by reason."""
+    """Inputs that a plan skips: classes whose new label in `labels` is -1, and `exclusions`.
+    `counts` is filled with the number of skipped inputs by reason."""
 
     labels: NDArray[np.int32]
     exclusions: Exclusions

@@ -43,7 +43,7 @@ def contact_sheet(
             labels = load_index(directory, part)[rows, 2].tolist()
             pictures = each_picture(decode, directory, part, storage=storage or {}, rows=rows)
             for label, (whole, _) in zip(labels, pictures, strict=True):
-                # as in training
+                # crop and resize as in training
                 picture = resize(
                     whole,
                     size=manifest.image_size,

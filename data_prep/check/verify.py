@@ -80,8 +80,6 @@ class Verification:
 
 @dataclass(frozen=True)
 class _Expected:
-    """Values that a worker compares with the content of a shard."""
-
     directory: Path
     num_classes: int
     is_labeled: bool
@@ -184,7 +182,7 @@ def check_shard(expected: _Expected, shard: Shard) -> ShardFindings:
     with (
         _noting(faults, directory),
         local_tar(directory, shard, storage=expected.storage) as path,
-        # as a local file, so a remote tar is fetched once
+        # from `path`, so a remote tar is fetched once
         tar_content(
             path.parent, shard.model_copy(update={"file": path.name}), storage={}
         ) as content,
@@ -271,7 +269,7 @@ def _walk(
 
 
 def _is_label(expected: _Expected, label: int, sample: Run, content: mmap.mmap | bytes) -> bool:
-    """Return True if the sample's `.cls` contains this label."""
+    """Return True if the sample's `.cls` has this label, or if it cannot be compared."""
     in_tar = expected.in_tar
     if in_tar is None:
         return True

@@ -57,8 +57,6 @@ class Part:
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Samples that repeat an earlier sample."""
-
     parts: list[Part]
     positions: Ids
     """Positions of the repeated samples in the concatenation of all splits, ascending."""
@@ -71,7 +69,7 @@ class Duplicates:
 
     def pairs(self) -> Iterator[tuple[int, int, int, Part, Part]]:
         """Yield for each dropped sample: its position, the earlier position, the distance, and the
-        splits of both."""
+        parts of both."""
         columns = (self.positions.tolist(), self.likes.tolist(), self.distances.tolist())
         for position, like, distance in zip(*columns, strict=True):
             part, other = (

@@ -70,8 +70,6 @@ class Selection(Settings):
 
 @dataclass(frozen=True)
 class Chosen:
-    """The chosen samples of one split."""
-
     positions: Ids
     """Positions in the parent's split, ascending."""
     labels: NDArray[np.int64]
@@ -79,7 +77,7 @@ class Chosen:
     omitted."""
     left_out: dict[str, int]
     excluded: frozenset[str]
-    """Paths of the exclusion lists that are in this split."""
+    """Excluded paths of samples in this split."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +90,6 @@ class _Parent:
 
 
 def subset(source: Path, out: Path, selection: Selection) -> Manifest:
-    """Make the subset `out` and return its manifest. You can repeat the call after any
-    interruption."""
     manifest = load_manifest(source)
     if out.resolve() == source.resolve():
         problem, fix = f"{out} is the parent dataset", "choose another directory"

@@ -1,5 +1,5 @@
-"""Commands of `data_prep`: their options, output and exit codes. Other modules do the work. They
-are imported when a command runs, so that help and error messages appear at once.
+"""Commands of `data_prep`: their options, output and exit codes. The modules that do the
+work are imported when a command runs, so that help and error messages appear at once.
 
 Every command sets `run` (options -> exit code) and `after_a_stop`, the text to print after an
 interruption or a disk error.

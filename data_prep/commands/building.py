@@ -135,7 +135,7 @@ def _fetch(options: argparse.Namespace) -> int:
             print(line, flush=True)
         settings = CATALOG[name].build_settings(archives)
     words = [f"{key}={value}" for key, value in settings.items()]
-    if ANSWERED not in os.environ:  # `pretrain recommend` builds without being asked
+    if ANSWERED not in os.environ:  # else `pretrain recommend` runs the build
         print(f"next: {shlex.join(['data_prep', 'build', '--out', f'data/{name}', *words])}")
     return OK
 

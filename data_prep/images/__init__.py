@@ -82,7 +82,7 @@ class ImageSpec(Settings):
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """One encoded image. Channel statistics are computed from `pixels`."""
+    """An image to store. Its `pixels` are for channel statistics."""
 
     data: bytes
     extension: str
@@ -92,7 +92,7 @@ class EncodedImage:
 def convert(data: bytes, spec: ImageSpec) -> EncodedImage:
     """Return the image as it is stored in a dataset; raise Rejection if it cannot be used."""
     if spec.encoding == "keep":
-        size_of(data, max_pixels=spec.max_pixels)  # readers decode it at full size
+        size_of(data, max_pixels=spec.max_pixels)  # because readers decode at full size
     may_draft = spec.draft and spec.interpolation != "area"
     picture = read_picture(
         data, smallest_side=spec.image_size if may_draft else None, max_pixels=spec.max_pixels
@@ -111,9 +111,9 @@ def square(picture: Picture | Image.Image, spec: ImageSpec) -> Image.Image:
     cannot be converted to RGB."""
     picture = picture if isinstance(picture, Picture) else Picture.of(picture)
     sizes = spec.image_size, spec.crop, spec.interpolation
-    if spec.interpolation == "area":  # turned before the crop: OpenCV needs integer pixels
+    if spec.interpolation == "area":  # turn before the crop: OpenCV needs integer pixels
         return resize(picture.upright(picture.pixels), *sizes)
-    # resized before the turn: the same central square with fewer pixels to turn
+    # resize before turning: the central square is the same, with fewer pixels to turn
     return picture.upright(resize(picture.pixels, *sizes, extent=picture.extent))
 
 
@@ -149,7 +149,7 @@ def resize(
         return image
     if crop == "longer_side" and max(width, height) > size:
         ratio = size / max(width, height)
-        shrunk = max(1, int(ratio * width)), max(1, int(ratio * height))  # as FFCV: not rounded
+        shrunk = max(1, int(ratio * width)), max(1, int(ratio * height))  # truncate, as FFCV
         image = _resampled(image, shrunk, (0.0, 0.0, width, height), interpolation)
         width, height = shrunk
     side = min(width, height)

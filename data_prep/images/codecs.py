@@ -2,7 +2,7 @@
 
 This module reads the headers, so sizes are known before decoding:
 
-- WebP: RIFF, length, WEBP, chunks. Extended files (VP8X) contain the size of the canvas, other
+- WebP: a RIFF file of chunks. Extended files (VP8X) contain the size of the canvas, other
   files the size of their only frame (VP8 is lossy, VP8L lossless).
 - AVIF: boxes of one image. Sequences (brand avis) are not read, because imagecodecs 2026.3 writes
   beyond its buffer for their first frame.
@@ -67,7 +67,7 @@ def decode_coded(data: bytes, header: Header) -> Image.Image:
             case _:
                 pixels_HWC = imagecodecs.jpegxl_decode(data, index=0, numthreads=1)
     except RuntimeError:
-        np.empty((*header.size, 16), np.uint8)  # MemoryError: decoders do not report this cause
+        np.empty((*header.size, 16), np.uint8)  # MemoryError if memory is the cause
         raise
     if sorted(pixels_HWC.shape[:2]) != sorted(header.size):
         raise Rejection(
@@ -102,10 +102,10 @@ def _webp(data: bytes) -> Header:
 def _webp_size(name: bytes, body: bytes) -> tuple[int, int] | None:
     if name == b"VP8X":
         return 1 + int.from_bytes(body[4:7], "little"), 1 + int.from_bytes(body[7:10], "little")
-    if name == b"VP8L":  # after a byte of signature, 14 bits each
+    if name == b"VP8L":  # signature byte, then 14 bits for each side
         bits = int.from_bytes(body[1:5], "little")
         return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
-    if name == b"VP8 ":  # after the frame's tag and start code, 14 bits each and two of scale
+    if name == b"VP8 ":  # tag and start code, then 14 bits and 2 bits of scale per side
         return (
             int.from_bytes(body[6:8], "little") & 0x3FFF,
             int.from_bytes(body[8:10], "little") & 0x3FFF,

@@ -66,7 +66,7 @@ _TURNS = {
 _FIRST_ON_ITS_SIDE = 5
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_TEXTS = (b"iCCP", b"tEXt", b"zTXt", b"iTXt")
-warnings.filterwarnings("ignore", module=r"PIL\.")  # the cause is a rejection or dropped metadata
+warnings.filterwarnings("ignore", module=r"PIL\.")  # about rejected files and dropped metadata
 _PNG_TURNING = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0\0")
 
 
@@ -82,7 +82,7 @@ def decoder_version() -> str:
 
 @dataclass(frozen=True)
 class Picture:
-    """A decoded image before it is turned; `upright` turns it, or its resized copy."""
+    """A decoded image before it is turned upright; `upright` turns it, or its resized copy."""
 
     pixels: Image.Image
     """Pixels in mode RGB, or RGBX if this avoids a copy; `upright` converts to RGB."""
@@ -221,7 +221,7 @@ def _open(data: bytes) -> Image.Image:
     if is_jpeg and ends_in_header(data):
         raise Rejection("truncated", f"the file ends in its header, after {len(data):,} bytes")
     with rejecting("not_an_image"):
-        if is_jpeg:  # never an MPO: its index of further images may be damaged
+        if is_jpeg:  # not an MPO, whose index of further images may be damaged
             return JpegImageFile(io.BytesIO(data))
         if data.startswith(_PNG_SIGNATURE):
             data = _without_text(data)

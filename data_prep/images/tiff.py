@@ -30,7 +30,7 @@ def decode_tiff(data: bytes, image: TiffImageFile) -> Image.Image:
         (Tiff.TILEOFFSETS, Tiff.TILEBYTECOUNTS),
     ):
         for end in map(add, tags.get(offsets, ()), tags.get(lengths, ())):
-            if end > len(data):  # libtiff leaves holes in some images
+            if end > len(data):  # libtiff would leave holes in some images
                 raise Rejection("truncated", f"only {len(data):,} of {end:,} bytes")
     size, photometric = (tags[Tiff.IMAGEWIDTH], tags[Tiff.IMAGELENGTH]), tags[262]
     count, bits = tags.get(Tiff.SAMPLESPERPIXEL, 1), max(tags.get(Tiff.BITSPERSAMPLE, (1,)))

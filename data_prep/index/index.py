@@ -73,8 +73,6 @@ class StockRecord(Settings):
 
 
 def index(settings: IndexSettings) -> Manifest:
-    """Index the shards and return the manifest of `settings.out`. You can repeat the call after any
-    interruption."""
     directory, shards = settings.directory, list_shards(settings)
     plan = _plan(settings, shards)
     with own_place(directory):
@@ -292,7 +290,8 @@ def publish(plan: IndexPlan, shards: list[StockShard], found: list[StockRecord])
         place, at = cut[0]
         _report(
             f"{len(cut):,} of {len(shards):,} shards have data after their end mark ({place} at "
-            f"byte {at:,}), as if joined by cat. These data were skipped. Pack all files into one tar"
+            f"byte {at:,}), as if joined by cat. These data were skipped. Pack all files into one "
+            "tar"
         )
     return manifest
 

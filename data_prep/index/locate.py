@@ -57,7 +57,6 @@ class StockShard:
 
 
 def list_shards(settings: IndexSettings) -> list[StockShard]:
-    """Return every shard of every split, in the order of the dataset."""
     places: list[tuple[str, int, str]] = []
     for split, patterns in sorted(settings.splits.items()):
         found = sorted(
@@ -153,7 +152,7 @@ def opened(
 def _file(place: str, directory: Path) -> str:
     if "://" in place:
         return place
-    # keep a link in the file name; a relative path starts at the true directory
+    # do not follow a link of the file itself; relative paths start at the resolved directory
     real = Path(place).parent.resolve() / Path(place).name
     return os.path.relpath(real, directory.resolve())
 

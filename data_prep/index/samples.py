@@ -109,7 +109,8 @@ class Contents:
     has_numbers: bool = False
     channels: ChannelSums = field(default_factory=ChannelSums)
     raw_size: int | None = None
-    """Size of the images if all are raw, have one size, and are placed as in shards of `build`."""
+    """Side of the images in pixels, if all are raw, have one size, and are placed as in shards of
+    `build`."""
 
     def number(self, label: int | str) -> int:
         if isinstance(label, str):
@@ -190,7 +191,9 @@ def _picture(sample: StockSample, plan: IndexPlan) -> Member:
     pictures = _pictures(sample, plan)
     listed = " ".join(f".{printable(suffix)}" for suffix in sorted(suffixes))
     if len(pictures) > 1:
-        raise Rejection("several_images", f"{len(pictures)} of the members {listed} are images"[:200])
+        raise Rejection(
+            "several_images", f"{len(pictures)} of the members {listed} are images"[:200]
+        )
     if not pictures:
         raise Rejection("no_image", f"no image among {listed}"[:200])
     if pictures[0].num_bytes > MAX_PICTURE_BYTES:
@@ -239,8 +242,8 @@ def _where_else(descriptor: int, sample: StockSample) -> str:
 
 
 def _look(data: bytes, plan: IndexPlan, found: Contents, *, decoded: bool) -> int | None:
-    """Check an image. Return its size if it is raw, else None. Raise Rejection if it cannot be
-    used. `decoded`: decode it, and add it to the channel statistics."""
+    """Check an image. Return its side in pixels if it is raw and square, else None. Raise Rejection
+    if it cannot be used. `decoded`: decode it, and add it to the channel statistics."""
     settings = plan.settings
     if decoded:
         image, _ = decode(data, max_pixels=settings.max_pixels)
@@ -260,7 +263,7 @@ def _look(data: bytes, plan: IndexPlan, found: Contents, *, decoded: bool) -> in
 
 
 def _raw_size(rows: list[IndexRow], sizes: set[int | None]) -> int | None:
-    """Return the images' size if all have the same size and the same distance in the tar, else
+    """Return the size in pixels if all images have one size and equal distances in the tar, else
     None. The shard can then be read as an array."""
     if not rows or len(sizes) != 1 or None in sizes or len({row.num_bytes for row in rows}) != 1:
         return None

@@ -26,7 +26,7 @@ from data_prep.settings import Settings
 UNLABELLED = -1
 NUM_END_BYTES = 4096
 Inode = tuple[int, int]
-"""Device and inode number of a file. All hard links to a file have the same."""
+"""Device and inode number of a file. They are the same for all hard links to the file."""
 _MD5 = "published: compare files with their published MD5. off: check only their structure."
 Md5Policy = Annotated[Literal["published", "off"], Field(description=_MD5)]
 
@@ -138,7 +138,7 @@ def move_to_val(
     by_class = np.split(in_order, np.cumsum(counts)[:-1])
     for name, places in zip(
         inventory.classes, by_class, strict=False
-    ):  # no classes: one empty part
+    ):  # without classes, `by_class` has one empty part
         digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
         sequence = np.random.SeedSequence([seed, int.from_bytes(digest[:8], "big")])
         drawn = np.random.Generator(np.random.Philox(sequence)).permutation(places)

@@ -104,7 +104,7 @@ class CifarSource(RecordSource, of=CifarSettings):
         return Records(classes, batches)
 
     def _version(self) -> tuple[str, Version]:
-        """Return the version (CIFAR-10 or CIFAR-100) to which most files belong, with its name."""
+        """Return the name and the version of the dataset to which most files belong."""
         missing = {
             name: [
                 file for file in (*each.batches, each.meta) if not (self.folder / file).is_file()
@@ -122,7 +122,8 @@ class CifarSource(RecordSource, of=CifarSettings):
 def _unpickle(data: bytes) -> dict[str, Any]:
     for opcode, argument, _ in pickletools.genops(data):  # raises ValueError for wrong lengths
         if "PUT" in opcode.name and int(argument or 0) > len(data):
-            raise ValueError("the pickle has an index beyond its length")  # pickle would reserve the memory
+            # pickle would allocate memory up to this index
+            raise ValueError("the pickle has an index beyond its length")
     value = _Unpickler(io.BytesIO(data), encoding="bytes").load()
     if not isinstance(value, dict):
         raise ValueError("no dict")

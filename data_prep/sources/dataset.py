@@ -134,7 +134,7 @@ class DatasetSource(Source, of=DatasetSettings):
         return tuple(map(str, range(max(counts))))
 
     def _targets(self, split: str) -> list[int] | None:
-        """Return all labels if the object has a list of them, else None."""
+        """Return all labels if the object has a list with one integer per image, else None."""
         made = self._object(split)
         found = getattr(made, "targets", None)
         found = getattr(made, "labels", None) if found is None else found
@@ -143,7 +143,7 @@ class DatasetSource(Source, of=DatasetSettings):
         with _calling(split, "the object's targets cannot be read"):
             array = np.asarray(found)
         if array.ndim != 1 or array.dtype.kind not in "iu" or len(array) != self._len(split):
-            return None  # fewer or more labels than images
+            return None  # not one integer per image
         return [int(label) for label in array.tolist()]
 
 

@@ -56,7 +56,6 @@ class HuggingFaceSettings(Settings):
 class HuggingFaceSource(Source, of=HuggingFaceSettings):
     settings: HuggingFaceSettings
     _classes: tuple[str, ...] = ()
-    """Class names, set by `outline`."""
 
     def outline(self) -> Outline:
         containers, columns = [], list[tuple[Path, str, str]]()

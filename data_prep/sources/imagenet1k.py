@@ -233,7 +233,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def load_devkit(path: Path, *, must_be_published: bool) -> Devkit:
-    from scipy.io import loadmat  # other sources avoid this half second
+    from scipy.io import loadmat  # takes half a second, so only this source imports it
 
     if path.is_file() and must_be_published:
         check_md5(path, DEVKIT_MD5)

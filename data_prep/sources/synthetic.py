@@ -1,7 +1,7 @@
 """A procedural archive: draws JPEG files into a folder of classes, which `FolderSource` reads.
 
-Image number i of a class is a function of (seed, class, split, i), so any count is a prefix of the
-same data. The sets "a" and "b" share no class, but each has all attributes. "a" has the
+Image number i of a class is a function of (seed, class, split, i), so a smaller dataset is a prefix
+of a larger one. The sets "a" and "b" share no class, but each has all attributes. "a" has the
 combinations of shape, color and quadrant with even parity, "b" those with odd parity.
 
 `begun.json` (the settings) is written first. A class folder is drawn under a temporary name and
@@ -39,8 +39,6 @@ Pixels = NDArray[np.float64]
 
 
 class Look(NamedTuple):
-    """The three attributes of a class: shape, color and position."""
-
     shape: str
     color: str
     quadrant: str

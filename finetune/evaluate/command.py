@@ -24,7 +24,7 @@ from pretrain.config import AugmentSettings
 from pretrain.models.imported import allow_import
 
 WORSE_BY = 0.02
-"""Accuracy loss from test-time views, as a fraction, above which the command prints a warning."""
+"""The command prints a warning if views lower the accuracy by more than this fraction."""
 
 
 def add_verbs(verbs: Verbs) -> None:
@@ -122,7 +122,7 @@ def print_result(result: dict[str, Any], console: Console, *, stored: bool = Fal
     if result["num_views"] and plain is not None and plain - result["eval/top1"] > WORSE_BY:
         lines.append(
             f"Plain images reach {plain:.2%}. The augmentation may not suit these classes. Check"
-            " augment, above all augment.flip_probability."
+            " the augment settings, first augment.flip_probability."
         )
     if stored:
         lines.append("This result is from an earlier run. To repeat it, choose another run_dir.")

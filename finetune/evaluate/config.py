@@ -1,8 +1,8 @@
 """Settings of `finetune evaluate`, and the evaluation that they describe.
 
-The identity of an evaluation is a hash of all facts that its predictions depend on, so without
-batch size, ranks and paths. The name of the default directory contains the identity.
-RUN/evaluation.json records the facts before the first prediction.
+The identity of an evaluation is a hash of all facts that its predictions depend on. It excludes
+batch size, ranks and paths. The name of the default run_dir contains the identity.
+RUN_DIR/evaluation.json records the facts before the first prediction.
 """
 
 import os
@@ -80,8 +80,8 @@ class EvaluateSettings(ShortRunSettings):
     """Include the plain image in the mean, as the first view."""
     augment: ViewSettings = ViewSettings()
     """Augmentation of the views (needs num_views). Default: the crops and flips of the training. If
-    the training is unknown or had none: square crops of 0.4 to 1 of the area, and flips (the public
-    code of Scaling MLPs). Settings that you omit keep their defaults."""
+    the training is unknown or used neither: square crops of 0.4 to 1 of the area, and flips (the
+    public code of Scaling MLPs). Settings that you omit keep these defaults."""
     seed: int = Field(0, ge=0)
     """Random seed of the views. A view depends only on the seed, the number of the view and the
     image."""
@@ -216,7 +216,7 @@ class Evaluation:
         return finished_result(self.run_dir) if is_ours else None
 
     def plain_top1(self) -> float | None:
-        """Return the accuracy on plain images from the run that trained the weights, if any."""
+        """Return the training run's own accuracy on this split, without views, if it is known."""
         run, data = self.checkpoint.run_dir, self._training_data
         if run is None or self.card.pixels_hash != self.manifest.pixels_hash:
             return None
@@ -260,7 +260,7 @@ def is_evaluated(settings: EvaluateSettings) -> bool:
 def _content_of(dataset: str) -> str | None:
     try:
         return load_manifest(local_copy(dataset, storage=None)).content_hash
-    except (UserError, OSError):  # no longer exists
+    except (UserError, OSError):  # the dataset is gone
         return None
 
 
@@ -290,5 +290,5 @@ def _training_augmentation(run_dir: Path) -> AugmentSettings | None:
         section = read_yaml(run_dir / CONFIG_FILE)["augment"]
         known = {name: section[name] for name in GEOMETRY if name in section}
         return validate(AugmentSettings, known)
-    except (SettingsError, KeyError, TypeError):  # another version, or no augmentation
+    except (SettingsError, KeyError, TypeError):  # older config, or no augmentation
         return None

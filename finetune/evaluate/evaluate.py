@@ -5,7 +5,7 @@
    the scores in MLflow, and writes result.json.
 
 An image is decoded once for all views. A view depends only on (seed, number of the view, sample),
-so ranks and batch sizes change no prediction. B batch, K classes, A top predictions.
+so ranks and batch sizes change no prediction. Shapes: B batch, K classes, A top predictions.
 """
 
 import time
@@ -100,7 +100,7 @@ def answer(
     PROGRESS.mark(f"predicting {reader.parts[0].split}")
     group, device = PatientGroup(), augmentation.device
     moments = () if list(views) == [None] else moments_up_to(len(views))
-    # avoids computing the padding of a small split in each view
+    # a small split needs small batches, or each view computes much padding
     size = min(local_batch_size, -(-reader.num_samples // world.num_ranks))
     total = reader.num_samples * len(views)
     shares, samples, masks, num_bad = list[tuple[Tensor, ...]](), list[Tensor](), list[Tensor](), 0

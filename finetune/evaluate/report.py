@@ -48,8 +48,8 @@ NUM_CONFUSED, NUM_EXTREME, NUM_NAMED = 30, 10, 20
 undecodable images."""
 ROWS_PER_GROUP = 65_536
 MOST_NAMED, MOST_SHOWN, NUM_BLOCKS = 40, 200, 100
-"""Largest number of classes with names, and with one cell each, in the confusion figure. More
-classes are merged into NUM_BLOCKS blocks."""
+"""Largest numbers of classes that the confusion figure shows with names, and with one cell each.
+More classes are merged into NUM_BLOCKS blocks."""
 
 
 def report(

@@ -1,6 +1,6 @@
 """Predictions of a model on a split, and the scores that follow from them.
 
-K classes of the dataset, N samples, A top predictions, M entries of `moments`.
+Shapes: K classes of the dataset, N samples, A top predictions, M entries of `moments`.
 """
 
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ def scores_of(answers: Answers) -> dict[str, float]:
 
 
 def calibration(confidences_N: Floats, right_N: NDArray[np.bool_]) -> pd.DataFrame:
-    """Return count, mean confidence, accuracy, and gap between the two for each confidence bin.
+    """Return count, mean confidence, accuracy, and |confidence - accuracy| for each bin.
 
     Bins have equal widths and include their upper edges.
     """
@@ -137,8 +137,8 @@ def classes_of(
 
 
 def confusion_matrix(confusion: pd.DataFrame, names: Sequence[str], *, size: int) -> Floats:
-    """Return counts, with neighboring classes merged into `size` blocks. The last column, if any,
-    counts predictions that are not classes of the dataset."""
+    """Return counts (label, prediction), with neighboring classes merged into `size` blocks. An
+    extra last column counts predictions of other classes, if there are any."""
     block_of = {name: place * size // len(names) for place, name in enumerate(names)}
     rows, columns = (confusion[name].map(block_of).fillna(size) for name in ("label", "answer"))
     matrix = np.zeros((size, size + 1))

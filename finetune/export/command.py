@@ -33,7 +33,7 @@ def add_verbs(verbs: Verbs) -> None:
     export.add_argument("out", nargs="?", help="directory to write (with a YAML file: out=DIR)")
     export.add_argument("--formats", help="formats, comma-separated (default: timm,onnx,torch)")
     export.add_argument(
-        "--with-preprocessing", action="store_true", help="graphs normalize uint8 images"
+        "--with-preprocessing", action="store_true", help="graphs take and normalize uint8 images"
     )
     export.add_argument(
         "--push-to", metavar="USER/NAME", help="push to this repository of the Hugging Face hub"

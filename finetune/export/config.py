@@ -5,8 +5,8 @@ OUT/config.json         checkpoint metadata, for wide-mlps and timm
 OUT/README.md           model card for the hub (model_card.py)
 OUT/model.onnx          ONNX graph; weights above 1.5 GB are in model.onnx.data
 OUT/model.pt2           torch.export program
-OUT/export.json         weights, versions, and largest difference between logits of graph and model
-OUT/record.json         record of the export, which is not pushed
+OUT/export.json         hashes, versions, and largest difference between logits of graph and model
+OUT/record.json         source run and plan; not pushed to the hub
 OUT/sha256.json         hashes of the other files that are pushed
 """
 

@@ -77,7 +77,7 @@ def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
         lines.append(f"{file.stat().st_size / 1e6:10,.3f} MB  {file.name}")
         for graph, check in checks.items():
             if FILES[graph] == file.name:
-                lines[-1] += f"  differs from the model by at most {check.max_rel:.1e}"
+                lines[-1] += f"  logits differ by at most {check.max_rel:.1e} of the largest"
     return lines
 
 
@@ -114,7 +114,7 @@ def _write_graphs(directory: Path, model: ImageModel, facts: Facts) -> dict[str,
     original, exported = modules
     inputs = graphs.trial_inputs(card, with_preprocessing=settings.with_preprocessing)
     expected = [original(x) for x in inputs]
-    example = next(x for x in inputs if len(x) == 2)  # a batch of 1 would be a constant
+    example = next(x for x in inputs if len(x) == 2)  # a batch size of 1 would become a constant
     metadata = {
         "input": input_name(settings),
         "normalized_inside": settings.with_preprocessing,

@@ -1,8 +1,8 @@
 """Export of a model to ONNX and torch.export. Each graph is read back and compared with the model.
 
 Graphs accept any batch size. Sparse layers become dense, because neither format has products of
-sparse matrices. Everything runs on the CPU in fp32. B batch, H height, W width, C channels, K
-classes.
+sparse matrices. Everything runs on the CPU in fp32. Shapes: B batch, H height, W width, C
+channels, K classes.
 """
 
 import copy
@@ -26,8 +26,8 @@ from pretrain.models.layers.sparse import MaskedLinear, SparseLinear
 
 BATCH_SIZES = (1, 2, 5)
 TOLERANCE = 1e-4
-"""Largest accepted difference of logits, relative to the largest logit. Rounding errors are 100
-times smaller."""
+"""Largest accepted difference of logits, relative to the largest logit. Usual rounding errors are
+100 times smaller."""
 MOST_DENSE_BYTES = 16 << 30
 
 
@@ -58,7 +58,7 @@ class FromPictures(nn.Module):
 
 
 def dense(model: ImageModel, *, label: str) -> ImageModel:
-    """Return the model, or a copy in which dense layers replace the sparse ones."""
+    """Return the model, or a copy in which dense layers replace sparse layers."""
     sparse = MaskedLinear | SparseLinear
     layers = [name for name, each in model.named_modules() if isinstance(each, sparse)]
     if not layers:
@@ -103,7 +103,7 @@ def trial_inputs(card: ModelCard, *, with_preprocessing: bool) -> list[Tensor]:
 def agreement(
     expected: list[Tensor], answers: Callable[[Tensor], Tensor], inputs: list[Tensor], *, graph: str
 ) -> Agreement:
-    """Return the differences between logits of a graph and of the model. Fail above TOLERANCE."""
+    """Compare the logits of a graph with the model's. Fail if the difference exceeds TOLERANCE."""
     max_abs = max_rel = 0.0
     for x, wanted_BK in zip(inputs, expected, strict=True):
         found_BK, largest = answers(x), float(wanted_BK.abs().max())
@@ -112,7 +112,7 @@ def agreement(
             off = float((found_BK - wanted_BK).abs().max())
         relative = off / max(largest, 1e-6)
         if not relative <= TOLERANCE:  # fails for NaN
-            problem = f"the logits of {graph} differ by {relative:.2g} of the largest logit"
+            problem = f"logits of {graph} and model differ by {relative:.2g} of the largest logit"
             fix = f"report this error, and remove {graph} from formats"
             raise UserError("formats", problem, fix, code="mismatch")
         max_abs, max_rel = max(max_abs, off), max(max_rel, relative)

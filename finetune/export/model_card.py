@@ -21,8 +21,8 @@ RECIPE = (
     *("lrs", "weight_decays", "epochs", "batch_size", "seed"),
     *("optimizer", "schedule", "train", "augment", "engine"),
 )
-"""Config keys for the model card: settings of a probe, and sections of a training. They contain no
-paths."""
+"""Config keys that the model card shows: settings of a probe, and sections of a training config.
+They contain no paths."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _model_rows(facts: Facts) -> list[tuple[str, str]]:
             scale = math.sqrt(TIMM_NORM_EPS / model.norm_eps)
             renamed += (
                 f", and scales the residual stream by {scale:.4g}, because timm's norms have an"
-                f" epsilon of {TIMM_NORM_EPS:g}, and the norms of this model {model.norm_eps:g}"
+                f" epsilon of {TIMM_NORM_EPS:g}, but those of this model {model.norm_eps:g}"
             )
     mean, std = (
         ", ".join(f"{value:.6g}" for value in values)

@@ -2,8 +2,8 @@
 or the reason why the image does not decode. On request, a second file has the features.
 
 An image becomes the square that `data_prep build` would have stored, and is resized as in `finetune
-evaluate`. Files are written atomically. Memory holds one group of rows. B batch, K classes, T top
-classes.
+evaluate`. Files are written atomically. Memory holds one group of rows. Shapes: B batch, K
+classes, T top classes.
 """
 
 from collections import Counter
@@ -49,7 +49,7 @@ BATCH_SIZE, ROWS_PER_GROUP = 256, 8192
 
 @dataclass(frozen=True)
 class Predictor:
-    """A checkpoint that predicts images in Python, as `finetune predict` does in a shell."""
+    """Predict images from Python with a checkpoint, as `finetune predict` does in a shell."""
 
     checkpoint: Checkpoint
     model: ImageModel
@@ -87,7 +87,8 @@ class Predictor:
         )
 
     def batch(self, pictures: Iterable[Image.Image]) -> Batch:
-        """Return a batch of PIL images. (The command may decode a JPEG at a smaller size.)"""
+        """Return a batch of PIL images. (`finetune predict` may decode a JPEG at a smaller
+        size.)"""
         squares = [square(each, self.squares) for each in pictures]
         ids = np.arange(len(squares))
         labels = torch.zeros(len(ids), dtype=torch.long)
@@ -124,7 +125,7 @@ class PictureReader:
             try:
                 batch[place] = convert(picture.read(), self._spec).pixels
             except (Rejection, MemoryError) as error:
-                reason = str(error) or "memory ran out while it was decoded"
+                reason = str(error) or "memory ran out during decoding"
                 bad.append(Unreadable(place, number, "", picture.name, reason))
         return bad
 
@@ -211,7 +212,7 @@ def accuracy_of(pairs: Counter[tuple[str, str | None]], classes: Sequence[str]) 
         largest = max(count.values()) / total
         class_mean = sum(right[name] / count[name] for name in count) / len(count)
     num_others = sum(number for (label, _), number in pairs.items() if label not in known)
-    others = f"; the folders of {num_others:,} more are no classes of the model" * bool(num_others)
+    others = f"; the folders of {num_others:,} more are not classes of the model" * bool(num_others)
     guessed = baselines(len(classes), largest)
     return [
         f"{accuracy(right.total() / total, class_mean)} of {total:,} labeled images"

@@ -31,7 +31,7 @@ augmented. test: test split."""
 
 
 class Wanted(NamedTuple):
-    """A split and the needed views. View None is the plain images."""
+    """A split and its needed views. None means the plain images."""
 
     split: str
     views: list[int | None]
@@ -126,7 +126,7 @@ class Cache:
             return None
         limit, fix = f"{place} has {free_gb:.3g} GB free", "choose another features_dir"
         if settings.cache_gb < free_gb:
-            limit, fix = f"cache_gb allows {settings.cache_gb:g}", "raise cache_gb"
+            limit, fix = f"cache_gb allows {settings.cache_gb:g} GB", "raise cache_gb"
         if isinstance(settings, ProbeSettings):
             lion = " optimizer=lion" if settings.optimizer == "lbfgs" else ""
             fix = f"set features=stream{lion}, or {fix}"

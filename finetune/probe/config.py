@@ -113,8 +113,8 @@ class ProbeSettings(FeatureSettings):
     )
     features: Literal["auto", "cache", "stream"] = "auto"
     """cache: compute features once and keep them on disk. stream: compute features again for each
-    batch, divided over all ranks. auto: cache, or stream if the features exceed `cache_gb` or the
-    free space. The choice does not change the trained heads."""
+    batch, with the images divided over all ranks. auto: cache, or stream if the features exceed
+    `cache_gb` or the free space. The choice does not change the trained heads."""
     cache_gb: float = Field(100.0, ge=0)
     """Disk space for newly cached features, in GB. If they need more, features=auto streams them;
     features=cache and optimizer=lbfgs fail."""
@@ -146,7 +146,7 @@ class ProbeSettings(FeatureSettings):
     nesterov: bool = True
     """Use Nesterov momentum (SGD only)."""
     tolerance: float = Field(1e-5, gt=0)
-    """Largest absolute gradient entry at which lbfgs stops."""
+    """Stop lbfgs when no absolute gradient entry exceeds this value."""
     standardize: bool = True
     """Scale features to mean 0 and standard deviation 1 over the training split. The saved
     classifier includes this scaling."""
@@ -154,8 +154,8 @@ class ProbeSettings(FeatureSettings):
     """Number of augmented views of each training image. 0: train on plain images. Epoch e trains on
     view e mod num_views."""
     augment: AugmentSettings | None = Field(None, examples=[{"crop_scale": [0.4, 1.0]}])
-    """Augmentation of the views (needs num_views). View v is the image that a training uses in
-    epoch v. mixup and cutmix are not supported."""
+    """Augmentation of the views (needs num_views). View v is the image that training would use
+    in epoch v. mixup and cutmix are not supported."""
     holdout_fraction: float = Field(0.2, gt=0, lt=1)
     """Fraction of the training split that is held out to choose the best candidate. The test split
     never affects the choice."""
@@ -212,7 +212,7 @@ class ProbeSettings(FeatureSettings):
                f"set augment.{field}=0")
               for way, field in (self.augment.mixing if self.augment else {}).items()),
             ("epochs", is_lbfgs and len(self.epochs) > 1, "lbfgs takes only one value",
-             "set the largest number of passes"),
+             "set only the largest number of passes"),
             *((name, is_lbfgs and getattr(self, name) != fields[name].default,
                "has no effect with lbfgs", f"set optimizer=lion, or remove {name}")
               for name in _NOT_FOR_LBFGS),

@@ -4,18 +4,18 @@
       features.npy     (N, D), in the split's order
       features.json    key, rows per block, sha256 of each block of rows; written last
 
-The key (cache.py) is a hash of all facts that the features depend on, so without the number of
-ranks. All ranks and nodes share the directory:
+The key (cache.py) is a hash of all facts that the features depend on, not of the number of ranks.
+All ranks and nodes share the directory:
 
 1. The first rank creates a temporary directory with a file of full size for each missing view.
 2. Each rank computes the features of its images, and writes and hashes its rows. Up to ten views
    share the decoded images.
 3. When all ranks have finished, the first rank adds features.json and renames the directory. If
-   another job was faster, its equal features stay.
+   another job has published these features first, its directory is kept.
 
 A kill before step 3 leaves a temporary directory, which the same command removes. An error on one
 rank ends all ranks. Before features are used, each rank checks the hashes of its fraction of the
-blocks. B batch, D features, N samples, n chosen samples.
+blocks. Shapes: B batch, D features, N samples, n chosen samples.
 """
 
 import errno
@@ -63,7 +63,10 @@ VISIBLE_WITHIN_S = 60.0
 
 
 def undecodable(shard: str, key: str, *, dataset: str) -> DatasetError:
-    fix = f"remove it with data_prep subset {dataset} --exclude"
+    fix = (
+        'write {"path": SOURCE PATH OF THE IMAGE} to FILE, and run'
+        f" data_prep subset {dataset} --out NEW --exclude FILE"
+    )
     return DatasetError(shard, f"{key} does not decode", fix, code="damaged")
 
 
@@ -156,8 +159,8 @@ class FeatureMaker:
     def batch_size(self) -> int:
         """Number of images in a forward pass on each rank.
 
-        On a GPU, the default is about 10^12 operations in a pass, which take longer than the launch
-        of the next pass.
+        The default on a GPU is about 10^12 operations for each pass, which take longer than
+        launching the next pass.
         """
         checkpoint, given = self.backbone.checkpoint, self.settings.feature_batch_size
         if given is not None or checkpoint is None or self.device.type != "cuda":
@@ -247,7 +250,7 @@ class FeatureMaker:
         *,
         title: str,
     ) -> None:
-        """Compute and write this rank's rows. A GPU computes the next batches at the same time."""
+        """Compute and write this rank's rows. A GPU computes ahead while rows are written."""
         settings, size, device = self.settings, self.batch_size, self.device
         augmentation = self.backbone.augmentation(
             self.cache.augment, seed=settings.seed, device=device
@@ -257,7 +260,7 @@ class FeatureMaker:
             reader, title=title, local_batch_size=size, world=self.world, device=device
         ):
             assert batch.mask_B is not None
-            if batch.num_bad:  # bad images are masked in place; padding repeats the last
+            if batch.num_bad:  # the mask hides bad images and padding (the last repeated)
                 in_place = batch.samples == batch.samples[0] + np.arange(len(batch.samples))
                 ((shard, key),) = reader.names(batch.samples[in_place & ~batch.mask_B.numpy()][:1])
                 raise undecodable(shard, key, dataset=settings.data.dataset)
@@ -299,7 +302,7 @@ class _File:
         if not np.isfinite(rows_BD).all():
             is_half = self.dtype.itemsize == 2
             problem = "does not fit into float16" if is_half else "is not finite"
-            fix = "set feature_dtype=float32" if is_half else "check the weights"
+            fix = "set feature_dtype=float32" if is_half else "check the weights for NaN"
             rows = f"a feature of samples {first:,} to {first + len(rows_BD) - 1:,}"
             raise UserError("feature_dtype", f"{rows} {problem}", fix, code="not-finite")
         data = rows_BD.astype(self.dtype, copy=False).tobytes()
@@ -355,7 +358,7 @@ def _visible(path: Path) -> Path:
     deadline_s = time.monotonic() + VISIBLE_WITHIN_S
     while not path.exists():
         if time.monotonic() > deadline_s:
-            problem = "another node wrote it, and this node does not see it"
+            problem = "another node wrote this file, but this node does not see it"
             fix = "choose a features_dir that all nodes share"
             raise UserError(str(path), problem, fix, code="missing-path")
         sorted(path.parent.parent.iterdir())  # refreshes a network file system

@@ -3,8 +3,8 @@
 The gradient of the mean cross-entropy with respect to the logits is (softmax - target) / B, so
 autograd is not used. Heads begin at zero. The sample order depends only on (seed, epoch).
 
-B batch. E rows of a head: D features, the bias, then zeros (rows.py). G candidates, K classes.
-C = K G columns: all candidates of the first class, then of the next.
+Shapes: B batch. E rows of a head: D features, the bias, then zeros (rows.py). G candidates, K
+classes. C = K G columns: all candidates of the first class, then of the next.
 """
 
 import math
@@ -52,7 +52,7 @@ class Update:
 
     lion    w -= lr (sign(0.9 m + 0.1 g) + decay w), then m = 0.99 m + 0.01 g; sign(0) is 0
     sgd     torch: g += decay w, m = momentum m + g, w -= lr m; Nesterov: w -= lr (g + momentum m)
-    adamw   torch, with betas of 0.9 and 0.999 and eps 1e-8
+    adamw   torch: betas 0.9 and 0.999, eps 1e-8
     """
 
     def __init__(self, weights_EC: Tensor, settings: ProbeSettings, *, num_features: int):
@@ -105,7 +105,7 @@ def train_heads(
     num_epochs: int | None = None,
 ) -> Tensor:
     """Return the trained heads (G, E, K). A head does not depend on the other candidates.
-    `num_epochs`: number of epochs to read (default: the epochs of the longest candidate)."""
+    `num_epochs`: number of passes over the rows (default: epochs of the longest candidate)."""
     num_batches, device = -(-rows.num_rows // settings.batch_size), rows.device
     warmup, cooldown = (
         parse_length(length).steps(global_batch_size=settings.batch_size, num_samples=rows.num_rows)
@@ -134,7 +134,7 @@ def train_heads(
             )
             gradient_EC = torch.empty_like(update.weights_EC)
             for (x_BE, labels_B), lr_G in zip(batches, lr_TG.unbind(), strict=True):
-                if not active:  # read on: all ranks request the same rows
+                if not active:  # keep reading: all ranks must request the same rows
                     continue
                 errors_BC = errors_of(
                     x_BE @ update.weights_EC,
@@ -168,9 +168,9 @@ def clip(gradient_EC: Tensor, *, norm: float, num_classes: int) -> None:
 def errors_of(
     logits_BC: Tensor, labels_B: Tensor, *, num_classes: int, smoothing: float = 0.0
 ) -> Tensor:
-    """Return softmax - target: the gradient of the summed cross-entropy at the logits."""
+    """Return the logits' gradient of the summed cross-entropy: softmax - target."""
     logits_BKG = logits_BC.view(len(logits_BC), num_classes, -1)
-    if logits_BKG.shape[2] == 1:  # a faster way for one candidate
+    if logits_BKG.shape[2] == 1:  # faster for one candidate
         errors_BC = torch.softmax(logits_BC, dim=1)
         places_B1 = labels_B.unsqueeze(1)
         errors_BC.scatter_add_(
@@ -195,13 +195,11 @@ def as_columns(heads_GEK: Tensor) -> Tensor:
 
 
 def as_heads(columns_EC: Tensor, *, num_classes: int) -> Tensor:
-    """Return a view of the columns as heads (G, E, K)."""
     return columns_EC.view(len(columns_EC), num_classes, -1).permute(2, 0, 1)
 
 
 @torch.no_grad()
 def judge(rows: Rows, heads_GEK: Tensor) -> list[Score]:
-    """Return the score of each head on all rows."""
     num_candidates, _, num_classes = heads_GEK.shape
     weights_EC = as_columns(heads_GEK)
     right_G, loss_G = (

@@ -5,8 +5,8 @@ and ranks. Each rank evaluates a range of the test split.
 
 Products are in double precision and rounded to 2^-23, so a pair of rows has the same similarity in
 any block. A key combines similarity and row number in one integer, so that one `topk` finds the
-nearest rows. Q test rows, T training rows, t and q rows of a block, D features, M neighbors, K
-classes.
+nearest rows. Shapes: Q test rows, T training rows, q and t of them in a block, D features, M
+neighbors, K classes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -115,7 +115,7 @@ def block_sizes(
     """Return the numbers of test and training rows of a block that fits into `num_bytes`."""
     per_training = 20 * num_features  # a row in fp32, and two copies in double precision
     num_training = min(_MOST_TRAINING, max(1, num_bytes // 4 // per_training))
-    # rows, products, keys, merged keys, votes
+    # bytes of rows, products, keys, merged keys and votes
     per_query = 20 * num_features + 24 * num_training + 56 * count + 8 * num_classes
     return max(1, (num_bytes - num_training * per_training) // per_query), num_training
 
@@ -142,9 +142,9 @@ def neighbors_of(
 def answers(
     similarities_QM: Tensor, labels_QM: Tensor, settings: KnnSettings, *, num_classes: int
 ) -> dict[int, Tensor]:
-    """Return the class with the most votes for each k. The first class wins a tie."""
+    """Return {k: class with the most votes for each test row}. The first class wins a tie."""
     match settings.weights:
-        case "softmax":  # relative to the nearest, so that small temperatures do not overflow
+        case "softmax":  # relative to the nearest row, so that small temperatures do not overflow
             votes_QM = ((similarities_QM - similarities_QM[:, :1]) / settings.temperature).exp()
         case "uniform":
             votes_QM = torch.ones_like(similarities_QM)

@@ -3,9 +3,9 @@
 Each head minimizes mean cross-entropy + decay / 2 |W|^2 (biases do not decay) with its own history.
 A pass over the features evaluates one trial point of each head. A head accepts its trial and
 chooses a new direction if the loss satisfies Armijo's condition. Otherwise the head tries a shorter
-step in the next pass. (`torch.optim.LBFGS` trains one head at a time, which takes six times as long
-for four decays.) Points and gradients are in double precision. Products with the features are in
-single precision. Shape letters: see heads.py.
+step in the next pass. (`torch.optim.LBFGS` takes six times as long for four decays.) Points and
+gradients are in double precision. Products with the features are in single precision. Shapes: see
+heads.py.
 """
 
 from collections import deque
@@ -108,7 +108,7 @@ class Minimizer:
 def minimize(
     rows: Rows, candidates: Sequence[Candidate], *, tolerance: float, num_classes: int
 ) -> tuple[Tensor, list[Minimizer]]:
-    """Return the heads (G, E, K) on the rows' device, and the final state of each iteration."""
+    """Return the heads (G, E, K) on the rows' device, and the final Minimizer of each head."""
     most = max(candidate.epochs for candidate in candidates)
     shape = (len(candidates), rows.width, num_classes)
     starts = torch.zeros(shape, dtype=torch.float64, device=rows.device)

@@ -2,10 +2,10 @@
 
 1. Features of the training and test split are read from disk, or computed (features.py, source.py).
 2. Each rank trains its fraction of the candidates and evaluates them on held-out samples.
-3. The first rank trains the best candidate again on the complete training split, and evaluates it
-   once on the test split. It saves the model as a checkpoint, then result.json.
+3. The first rank trains the best candidate again on the complete training split (setting refit),
+   and evaluates it once on the test split. It saves the model as a checkpoint, then result.json.
 
-D features, E rows of a head (heads.py), K classes, B batch.
+Shapes: D features, E rows of a head (heads.py), K classes, B batch.
 """
 
 import itertools
@@ -301,8 +301,8 @@ def judged_candidates(
 
 
 def shares(candidates: Sequence[Candidate], num_ranks: int) -> list[list[int]]:
-    """Return the candidates of each rank. Each candidate, longest first, goes to the rank with the
-    least work."""
+    """Return the candidate numbers of each rank. Each candidate, longest first, goes to the rank
+    with the least work."""
     work, dealt = [0] * num_ranks, [list[int]() for _ in range(num_ranks)]
     for number in sorted(range(len(candidates)), key=lambda number: -candidates[number].epochs):
         rank = work.index(min(work))
@@ -315,7 +315,7 @@ def best_of(judged: list[Judged], *, num_held: int) -> Judged:
     """Return the candidate with the lowest held-out loss among the candidates with the best
     accuracy.
 
-    Accuracies within one standard error of the highest are equal. Losses are rounded to three
+    Accuracies within one standard error of the highest count as best. Losses are rounded to three
     decimals. Ties go to the smallest learning rate, then to the fewest epochs, then to the largest
     decay.
     """
@@ -351,8 +351,7 @@ def edges(best: Judged, judged: list[Judged]) -> list[str]:
 
 
 def print_grid(judged: list[Judged], best: Judged, console: Console) -> None:
-    """Print a table for each number of epochs, with a row for each weight decay and a column for
-    each learning rate."""
+    """Print a table (weight decay x learning rate) for each number of epochs."""
     for epochs in sorted({each.candidate.epochs for each in judged}):
         layer = {each.candidate[:2]: each for each in judged if each.candidate.epochs == epochs}
         lrs, decays = (sorted({place[axis] for place in layer}) for axis in (0, 1))

@@ -2,7 +2,9 @@
 
 A table is a memory-mapped file with the features of one view. Tables that fit are copied to the
 GPU. Batches of other tables are gathered from the file. For a GPU, a thread gathers one batch in
-advance. B batch, D features, E = D + 1 padded to a multiple of 8, N rows of a table, n chosen rows.
+advance.
+
+Shapes: B batch, D features, E = D + 1 padded to a multiple of 8, N rows of a table, n chosen rows.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -55,7 +57,7 @@ class Standard(NamedTuple):
 
 
 def filled_width(num_features: int) -> int:
-    """Return E: the number of features and the bias, padded to a multiple of 8."""
+    """Return E (see the module)."""
     return -(-(num_features + 1) // 8) * 8
 
 

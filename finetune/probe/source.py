@@ -166,7 +166,7 @@ def source_of(settings: ProbeSettings, maker: FeatureMaker) -> Iterator[Cached |
         if is_streamed:
             print(f"features are streamed; to keep them, {place} would need {size}")
         else:
-            print(f"features are kept in {place} ({size})")
+            print(f"features are kept in {place}, which needs {size}")
     if not is_streamed:
         tables = {
             which: maker.tables(*each)

@@ -76,7 +76,7 @@ def _tune(options: argparse.Namespace) -> int:
             print(f"{run_dir}: finished before; {fix}")
         return OK
     check_resume_of(settings, repeats)
-    checkpoint = Checkpoint.open(settings.pretrained)  # once: it reads and hashes the weights
+    checkpoint = Checkpoint.open(settings.pretrained)  # only once: this hashes the weights
     card = checkpoint.card
     checked = [(each, _checked_data(each, card, num_ranks=world.num_ranks)) for each in repeats]
     data = checked[0][1]

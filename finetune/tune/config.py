@@ -150,7 +150,7 @@ def _repeat(settings: TuneSettings, *, seed: int | None, fold: int | None) -> Tu
 
 
 def check_kind(settings: TuneSettings) -> None:
-    """Fail if the directory holds a single run, but `settings` has repetitions, or the reverse."""
+    """Fail if the directory has a run without seeds, but `settings` has seeds, or vice versa."""
     path = Path(settings.run_dir) / CONFIG_FILE
     is_begun = path.exists() and not is_worthless(path.parent)
     begun = read_yaml(path).get("seeds") if is_begun else settings.seeds
@@ -161,7 +161,7 @@ def check_kind(settings: TuneSettings) -> None:
 
 
 def check_resume_of(settings: TuneSettings, repeats: list[TuneSettings]) -> None:
-    """Check the setting `resume`. resume=must needs a checkpoint or result of any repetition."""
+    """Check the setting `resume`. `resume=must` needs a checkpoint or result of any repetition."""
     unfinished = unfinished_of(repeats)
     has_any = len(unfinished) < len(repeats) or any(map(list_checkpoints, unfinished))
     for place in () if settings.resume == "must" and has_any else unfinished:
@@ -182,7 +182,7 @@ def is_finished(settings: TuneSettings) -> bool:
 
 
 def summary(repeats: list[TuneSettings]) -> dict[str, Any]:
-    """Return mean (`eval/top1`) and sample standard deviation (`eval/top1_std`) over all runs."""
+    """Return all results, and the mean and sample standard deviation (NAME_std) of each score."""
     places = [Path(each.run_dir) for each in repeats]
     results = {place.name: finished_result(place) or {} for place in places}
     found: dict[str, Any] = {"runs": results, "num_runs": len(results)}

@@ -17,7 +17,7 @@ from pretrain.models.spec import Activation
 
 
 def add_verbs(verbs: Verbs) -> None:
-    verb = verbs.add_parser("import", help="convert other weights to a checkpoint folder")
+    verb = verbs.add_parser("import", help="convert weights of other projects to a checkpoint")
     file = "a torch or safetensors file of scaling_mlps or of timm's mixer_*"
     verb.add_argument("file", type=Path, help=file)
     verb.add_argument("--out", type=Path, required=True, help="the folder to write")

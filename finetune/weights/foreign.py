@@ -132,7 +132,7 @@ def _sizes(found: Shapes, name: str, *axes: str) -> Sequence[int]:
     shape = found.get(name)
     if shape is None or len(shape) != len(axes) or not all(shape):
         given = "missing" if shape is None else "x".join(map(str, shape)) or "a single number"
-        problem = f"the shape is {given} instead of {' x '.join(axes)}"
+        problem = f"the shape is {given}, but must be {' x '.join(axes)}"
         raise UserError(name, problem, "give the weights of a supported model", code="mismatch")
     return shape
 
@@ -187,7 +187,7 @@ def _scaling_mlp(found: Shapes, activation: Activation) -> Layout:
 
 
 def _mixer(found: Shapes, activation: Activation) -> Layout:
-    """(A gmixer has the names of a Mixer, but `convert` fails because fc2 has another shape.)"""
+    """Return a Mixer's layout. (timm's gmixer has equal names, but `convert` rejects its fc2.)"""
     channels, colors, patch, width = _sizes(
         found, "stem.proj.weight", "channels", "colors", "height", "width"
     )
@@ -198,7 +198,7 @@ def _mixer(found: Shapes, activation: Activation) -> Layout:
         raise UserError(
             "stem.proj.weight",
             f"the model has {colors} channels and {tokens} patches of {patch} x {width}",
-            "Only square RGB images in square patches are supported",
+            "Give weights for square RGB images and square patches",
             code="unsupported",
         )
     spec = MixerSpec(

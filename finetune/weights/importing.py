@@ -35,8 +35,8 @@ NORMALIZATIONS: dict[Family, dict[str, Normalization]] = {
     "scaling_mlps": {"cifar": CIFAR, "stl10": STL10, "": IMAGENET},
     "timm": {"miil": NONE, "": HALF},
 }
-"""Normalization for file names with a word, from the public data_stats.py of scaling_mlps and
-timm's default_cfgs."""
+"""Normalization, by family and by a word in the file's name. Sources: data_stats.py of scaling_mlps
+and default_cfgs of timm."""
 SQUARES: dict[str, Any] = {
     "stored_crop": "longer_side",
     "stored_interpolation": "area",
@@ -80,7 +80,7 @@ def import_weights(given: argparse.Namespace) -> list[str]:
         **facts,
     )
     if is_output(given.out, config_of(card), record=CONFIG, kind="these weights", field="out"):
-        Checkpoint.open(given.out)  # repeated command
+        Checkpoint.open(given.out)  # the command is repeated
     else:
         save_folder(given.out, card=card, weights=foreign.weights)
     with torch.device("meta"):

@@ -234,8 +234,8 @@ def _table_places(pictures_nHWC: Tensor) -> Tensor:
 
 
 _TOGETHER_ON_CPU = 8
-"""Number of images that are changed together on a CPU. That many 64 px images fit in a core's
-cache."""
+"""Number of images that are changed together on a CPU. Eight images of 64 px fit in a core's cache.
+"""
 TAPS = {"nearest": range(1), "linear": range(2), "cubic": range(-1, 3)}
 """Positions of the sampled pixels, relative to the upper left sampled pixel."""
 GEOMETRIC = tuple(operation for operation in Operation if operation >= Operation.ROTATE)

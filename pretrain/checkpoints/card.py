@@ -44,7 +44,7 @@ class ModelCard(PixelOrder):
     """Filter that resized the training images to stored squares. None if unknown, or if there were
     several."""
     stored_size: int | None = None
-    """Side of the stored squares in pixels; None if unknown or equal to `image_size`."""
+    """Side of the stored squares in pixels. None: unknown, so `image_size` is used."""
     fed_interpolation: Filter = "bilinear"
     """Filter that resizes stored squares to `image_size`."""
     eval_crop: float = 1.0
@@ -71,9 +71,9 @@ class ModelCard(PixelOrder):
         if None in known or known == own:
             return None
         return (
-            f"{dataset}: its images were made square by {own[0]} and {own[1]}, the training images"
-            f" of the weights by {known[0]} and {known[1]}. Unless the original images are squares"
-            f" of {manifest.image_size} px, build the dataset with crop={known[0]}"
+            f"{dataset}: its images have crop={own[0]} and interpolation={own[1]}, the training"
+            f" images of the weights {known[0]} and {known[1]}. Unless the original images are"
+            f" squares of {manifest.image_size} px, build the dataset with crop={known[0]}"
             f" interpolation={known[1]}"
         )
 
@@ -108,8 +108,8 @@ _TIMM_KEYS = (
 
 
 def timms_own(card: ModelCard) -> tuple[str, dict[str, Any]] | None:
-    """Return (architecture, arguments) of timm's own model that computes the same, or None if timm
-    has no such model."""
+    """Return (architecture, arguments) of timm's own model that equals the card's model, or None if
+    timm has no such model."""
     spec, size = card.model, card.image_size
     if not isinstance(spec, MixerSpec) or spec.activation != "gelu":
         return None
@@ -117,7 +117,7 @@ def timms_own(card: ModelCard) -> tuple[str, dict[str, Any]] | None:
     if name is None or spec.layers_per_mixing != 2 or spec.num_tokens or spec.permuted_blocks:
         return None
     hidden = spec.hidden_sizes(num_tokens=spec.tokens(image_size=size))
-    # timm rounds ratio x channels down; the half keeps rounding errors from losing one
+    # timm rounds ratio x channels down; adding 0.5 guards against rounding errors
     ratios = [(width + 0.5) / spec.num_channels for width in hidden]
     return name, {"img_size": size, "mlp_ratio": ratios}
 
@@ -155,7 +155,6 @@ def config_of(card: ModelCard, *, for_plain_timm: bool = False) -> dict[str, Any
 
 
 def read_card(directory: Path) -> ModelCard:
-    """Read the metadata of a directory of weights. Raise CheckpointError if it cannot be used."""
     path = directory / CONFIG
     try:
         tree = json.loads(path.read_text())
@@ -182,7 +181,7 @@ def read_card(directory: Path) -> ModelCard:
         if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
             raise WeightsError(str(path), problem, fix, code="missing-path") from None
         raise CheckpointError(str(path), problem, fix, code="unreadable") from None
-    except (ValueError, LookupError, TypeError, AttributeError) as error:  # written by others
+    except (ValueError, LookupError, TypeError, AttributeError) as error:  # another program's file
         problem = f"the file is not valid ({str(error).splitlines()[0]})"
         raise WeightsError(str(path), problem, "Use other weights", code="unknown-format") from None
 
@@ -207,8 +206,8 @@ def is_of_timm(tree: Any) -> bool:
 
 
 def _card_of_timm(tree: dict[str, Any], *, shapes: dict[str, list[int]]) -> ModelCard:
-    """Return metadata for weights that timm saved. Its model spec is ours if we have the
-    architecture, otherwise timm's."""
+    """Return metadata for weights that timm saved. The spec is a MixerSpec if this package has the
+    architecture, otherwise a TimmModelSpec."""
     config, name = tree["pretrained_cfg"], tree["architecture"]
     arguments = {
         key: value

@@ -174,7 +174,7 @@ def check_source(run_dir: Path, pretrained: str | None) -> None:
     step, before = source.card.step, begun["weights_step"]
     problem = f"is at step {step:,} now, but {run_dir} began from step {before:,}"
     if step == before:
-        problem = f"holds other weights now than when {run_dir} began"
+        problem = f"has other weights than when {run_dir} began"
     fix = "Choose another run_dir"
     raise SettingsError("pretrained", f"{pretrained} {problem}", fix, code="changed")
 

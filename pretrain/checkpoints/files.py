@@ -12,11 +12,11 @@ A crash at any point leaves the newest published checkpoint complete. Incomplete
 temporary name, and the next attempt removes them.
 
 Retention rules keep the newest checkpoints, the best by evaluation, and steps at multiples of a
-length. No checkpoint is removed before a newer one is published. trainer.json holds the best
-evaluation for resumed runs.
+length. No checkpoint is removed before a newer one is published. A resumed run reads the best
+evaluation from trainer.json.
 
-Tensors are hashed while they are written, so no file is read again. Reading and writing report
-their progress, so a slow file system is not mistaken for a hang.
+Tensors are hashed while they are written. Reading and writing report their progress, so a slow file
+system is not mistaken for a hang.
 """
 
 import hashlib
@@ -81,7 +81,8 @@ def flush(descriptor: int) -> None:
 
 
 class Flusher:
-    """Sync one file after every FLUSHED_BYTES. A single sync at the end reports no progress."""
+    """Sync one file after every FLUSHED_BYTES, because a single sync at the end could look like a
+    hang."""
 
     def __init__(self, every_bytes: int):
         self._every_bytes, self._in_memory = every_bytes, 0
@@ -150,7 +151,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Best:
-    """Step with the highest top-1 accuracy so far. If steps are equal, the first of them."""
+    """Step with the highest top-1 accuracy so far. If steps have the same accuracy, the first of
+    them."""
 
     step: int
     score: float

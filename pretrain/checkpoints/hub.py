@@ -116,8 +116,8 @@ def _explain(error: BaseException, repository: str) -> tuple[str, str, Code]:
         case errors.HfHubHTTPError(response=response) if response.status_code == 401:
             return "the hub refuses the token (401)", f"{LOG_IN} again", "no-access"
         case errors.HfHubHTTPError(response=response) if response.status_code == 403:
-            fix = "create a token that does, under Access Tokens of your hub account"
-            return "the token does not allow this (403)", fix, "no-access"
+            fix = "create a token with this permission, under Access Tokens of your hub account"
+            return "the token does not allow this access (403)", fix, "no-access"
         case errors.HfHubHTTPError(response=response):
             return f"the hub answers {response.status_code}", "try again later", "unreachable"
     fix = "run the same command again to transfer the rest"

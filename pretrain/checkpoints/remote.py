@@ -3,7 +3,8 @@
     REMOTE/checkpoints/step-00000120/                 as in RUN; complete once it has sha256.json
     REMOTE/config.yaml, tracking/journal.jsonl, ...   the other RECORDS, as in RUN
 
-If a run has a remote, run_dir may be on each node's own disk. A copy of a remote is a run.
+If a run has a remote, run_dir may be on each node's own disk. If you download a remote, you get a
+run directory.
 
 Order of an upload of a checkpoint (uploader.py starts it):
 1. its four files, each compared with the checksum of the bucket;
@@ -89,7 +90,7 @@ def fetch_run(settings: TrainingSettings, world: World) -> None:
     if remote is None:
         return
     with (
-        doing(f"{remote}: fetching what {settings.run_dir} lacks", enabled=world.is_first),
+        doing(f"{remote}: fetching files for {settings.run_dir}", enabled=world.is_first),
         remote.locked(),
     ):
         remote.fetch_missing(settings, is_first=world.is_first)
@@ -98,7 +99,7 @@ def fetch_run(settings: TrainingSettings, world: World) -> None:
             for place in reversed(list_checkpoints(remote.run_dir)):
                 remote.upload(place)
             remote.send_records()
-    check_settings(remote.run_dir, settings)  # it may have a config now
+    check_settings(remote.run_dir, settings)  # RUN may have a config now
 
 
 class Remote:
@@ -159,7 +160,8 @@ class Remote:
             self._keep_only(fetched)
 
     def _fetch_best(self) -> None:
-        """Fetch the step that best.json or the newest checkpoint names, if RUN lacks it."""
+        """Fetch the best checkpoint that best.json or the newest trainer.json names, if RUN lacks
+        it."""
         found = {_best_step(self._local(_BEST))}
         for newest in list_checkpoints(self.run_dir)[-1:]:
             trainer = self._local(f"checkpoints/{newest.name}/{TRAINER}")

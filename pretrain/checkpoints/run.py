@@ -93,8 +93,8 @@ MAY_CHANGE = (
     "train.max_skipped_steps",
     "train.prefetch_batches",
 )
-"""Settings that a resume may change. They change results at most by rounding. `check_length` checks
-`train.duration`."""
+"""Settings that a resume may change. They change results at most by rounding, except
+`train.duration` (see `check_length`)."""
 PLACES = ("data.dataset", "data.extra_datasets")
 """Settings with addresses of data. They may change if the new address has the same images."""
 
@@ -291,7 +291,7 @@ def is_output(
     kind: str,
     field: str,
 ) -> bool:
-    """Return True if the directory holds this output, False if it is free. Raise SettingsError for
+    """Return True if the directory has this output, False if it is free. Raise SettingsError for
     other content, because an output appears atomically.
 
     `wanted`: required content of the file `record`, or of its entry `key`.
@@ -310,8 +310,8 @@ def is_output(
 
 
 def other_settings(begun: dict[str, Any], settings: Settings) -> str:
-    """Return a description of the settings that prevent a resume, or "". A setting that is newer
-    than the run had its default."""
+    """Return a description of the settings that prevent a resume, or "". If a setting is newer than
+    the run, its default is assumed."""
     with suppress(SettingsError):  # the differences name settings that no longer exist
         begun = validate(type(settings), begun).model_dump(mode="json")
     return differences(begun, settings.model_dump(mode="json"), is_free=may_change)
@@ -326,7 +326,7 @@ def check_branch(source: str, settings: Settings) -> None:
     if changes := other_settings(begun | own, settings):
         raise SettingsError(
             "start_from",
-            f"{source} resumes its run, but with other settings ({changes})",
+            f"{source} needs the settings of its run, but yours differ ({changes})",
             "use the run's settings, or give the checkpoint's directory to load only its weights",
             code="conflict",
         )
@@ -340,7 +340,7 @@ def may_change(key: str, old: Any, new: Any) -> bool:
 
 
 def _is_moved(old: Any, new: Any) -> bool:
-    """Return True if both addresses hold the same images. Extra datasets are compared pair by
+    """Return True if both addresses have the same images. Extra datasets are compared pair by
     pair."""
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         return all(
@@ -412,7 +412,7 @@ def check_resume(run_dir: Path, resume: str) -> None:
     if resume == "must" and not has:
         fix = "check run_dir, or set resume=auto to start from scratch"
         raise SettingsError(
-            "resume", f"must needs a checkpoint, but {run_dir} has none", fix, code="conflict"
+            "resume", f"'must' needs a checkpoint, but {run_dir} has none", fix, code="conflict"
         )
     if resume == "never" and has:
         fix = "choose another run_dir, or set resume=auto to resume"
@@ -430,7 +430,7 @@ def check_length(data: TrainingData, settings: TrainingSettings) -> None:
     asked = f"{settings.train.duration} is {num_steps:,} step{'s' * (num_steps != 1)}"
     if num_steps < present:
         problem = f"{asked}, but {run_dir} is at step {present:,} already"
-        fix = f"set {present}steps or more, or choose another run_dir"
+        fix = f"set '{present} steps' or more, or choose another run_dir"
         raise SettingsError("train.duration", problem, fix, code="conflict")
     window = settings.tracking.profile
     if window and parse_window(window)[-1] > num_steps:

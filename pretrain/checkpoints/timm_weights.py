@@ -1,4 +1,4 @@
-"""Convert weights to and from timm's names: our Mixers for timm, timm's weights for us."""
+"""Convert weights between our names and timm's: export our Mixers, and import timm's models."""
 
 import math
 import re
@@ -32,8 +32,8 @@ def mixer_names(depth: int) -> dict[str, str]:
 
 
 def to_timm(weights: Mapping[str, Tensor], spec: MixerSpec) -> dict[str, Tensor]:
-    """Return a Mixer's weights by timm's names. They are scaled so that the model computes the same
-    with timm's epsilon.
+    """Return a Mixer's weights under timm's names. The weights are scaled so that timm's epsilon
+    gives the same predictions.
 
     (s x) / sqrt(s^2 var + eps) = x / sqrt(var + eps / s^2). All terms that are added to the
     residual stream are multiplied by s.
@@ -50,8 +50,8 @@ def to_timm(weights: Mapping[str, Tensor], spec: MixerSpec) -> dict[str, Tensor]
 
 @torch.no_grad()
 def model_of_timm(directory: Path, *, card: ModelCard) -> ImageModel:
-    """Load weights saved by timm with timm, copy them into the model of `card`, and check that both
-    models predict the same."""
+    """Use timm to load weights that timm saved, copy them into the model of `card`, and check that
+    both models predict the same."""
     import timm  # takes seconds, and other folders do not need it
 
     source, size = f"{directory} (timm's {card.model.label})", card.image_size

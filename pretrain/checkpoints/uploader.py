@@ -1,9 +1,9 @@
 """The thread of the first rank that keeps the remote of a run up to date (`checkpoint.remote`).
 
 Each round uploads the checkpoints that the retention rules keep, newest first, removes the others,
-and uploads the records. A round begins when a checkpoint has appeared in RUN, and every RECORDS_S.
-If the bucket fails, training continues, and the next round tries again. Any other exception ends
-the thread, and stops training at the next checkpoint.
+and uploads the records. A round begins when a checkpoint has appeared in RUN, and every RECORDS_S
+seconds. If the bucket fails, training continues, and the next round tries again. Any other
+exception ends the thread, and stops training at the next checkpoint.
 """
 
 import math
@@ -120,7 +120,7 @@ class Uploader:
         for place in reversed(self._kept(places, newest)):
             self._upload(place)
         complete = [checkpoint_dir(remote.run_dir, step) for step in sorted(remote.complete)]
-        if newest in complete:  # remove the others, incomplete ones, too, and hashes first
+        if newest in complete:  # remove all other checkpoints, complete or not; hashes first
             kept = {
                 path.name for path in (*self._kept(complete, newest), *self._best_there(newest))
             }
@@ -138,7 +138,7 @@ class Uploader:
         """Return the checkpoint in the remote's best.json, which RUN may lack. Return [] if the
         remote has a newer best checkpoint."""
         remote, step = self._remote, self._remote.best_step()
-        if step not in remote.complete or step > step_of(newest):  # newer steps are abandoned
+        if step not in remote.complete or step > step_of(newest):  # later steps were abandoned
             return []
         best = read_best(remote.run_dir)
         if best is not None and best.step > step and best.step in remote.complete:

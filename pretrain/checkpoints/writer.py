@@ -5,9 +5,8 @@
 3. `submit` hands the snapshot to a thread of the first rank. The thread syncs the event log,
    publishes the checkpoint (files.py) and offers it to the uploader (uploader.py).
 
-Training waits for steps 1 and 2 only (usage/checkpoint_stall_s). A failed write is reported, and
-the next checkpoint replaces the failed one: a full disk costs a checkpoint, never the run. Only the
-last checkpoint is retried, by `finish`.
+Training waits for steps 1 and 2 only (metric usage/checkpoint_stall_s). A failed write is reported,
+and the next checkpoint replaces the failed one: a full disk costs a checkpoint, never the run.
 """
 
 import errno
@@ -47,8 +46,8 @@ _FIXES = {
     errno.EROFS: "make it writable again",
     errno.EACCES: "make it writable again",
     errno.EPERM: "make it writable again",
-    errno.ENOTDIR: "put the directory back in its place",
-    errno.EEXIST: "put the directory back in its place",
+    errno.ENOTDIR: "put the directory back",
+    errno.EEXIST: "put the directory back",
     errno.EXDEV: "keep the run directory on one file system",
 }
 FINAL_S = 120.0
@@ -130,9 +129,9 @@ class Saver:
         )
 
     def save(self, state: TrainerState, *, is_last: bool = False) -> None:
-        """Make a checkpoint between two updates, on every rank at the same step, and set
-        `state.best`. A checkpoint is skipped if the previous one is still being written, unless it
-        is the last one."""
+        """Make a checkpoint between two updates, on every rank at the same step. The checkpoint has
+        `state` and the best evaluation. A checkpoint is skipped if the previous one is still being
+        written, unless it is the last one."""
         began_s, step = time.monotonic(), state.step
         if step == self.saved_step:
             return
@@ -239,8 +238,8 @@ class CheckpointWriter:
 
     def finish(self) -> None:
         """Wait until the last snapshot is on disk. Retry failed writes for FINAL_S, then raise
-        CheckpointError. After `publish`, only `settle` is retried, and its failure is not an error.
-        """
+        CheckpointError. If `publish` has succeeded, only `settle` is retried, and its failure is
+        not an error."""
         give_up_at_s = time.monotonic() + FINAL_S
         self.make_room(timeout_s=None)
         while self._fault is not None and self._snapshot is not None:

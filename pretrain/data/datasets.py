@@ -1,7 +1,7 @@
 """The training data of a run: one split of a dataset, a mixture of several datasets, or a stream.
 
 A mixture has all classes of its datasets, in the order of their first occurrence. Equal class names
-are one class. Its channel statistics are averages with the weights of the datasets.
+are one class. Its channel statistics are averages over its datasets, with their sampling weights.
 
 The file is long because datasets, mixtures, folds and streams share one interface.
 """
@@ -166,7 +166,8 @@ class TrainingData:
 
     @cached_property
     def channel_statistics(self) -> tuple[Statistic, Statistic]:
-        """Mean and standard deviation of each color, weighted as the datasets are sampled."""
+        """Mean and standard deviation of each color, averaged with the sampling weights of the
+        datasets."""
         if len(self.parts) == 1:
             return self.parts[0].manifest.channel_mean, self.parts[0].manifest.channel_std
         shares = np.array(self.weights) / sum(self.weights)
@@ -194,7 +195,7 @@ class TrainingData:
                 self._order(0, end - first, number, seed=seed, batch=global_batch_size)
                 for number, (first, end) in enumerate(pairwise(ends))
             ]
-            # if block_size is the shard size, blocks begin with a shard: each is in one window
+            # if block_size is the shard size, each block is a shard, so each shard is in one window
             shards = np.cumsum([0, *(shard.num_samples for shard in self.parts[0].content.shards)])
             after = shards[np.searchsorted(shards, ends[:-1])] - ends[:-1]
             return CanonicalStreams(
@@ -319,7 +320,7 @@ class StreamData(TrainingData):
             raise SettingsError(
                 "data.dataset",
                 f"{num_ranks} ranks need {num_ranks} shards, but the stream has {len(self.urls)}",
-                "write more shards, or index the shards with data_prep index to share them",
+                "write more shards, or let ranks share shards: index them with data_prep index",
                 code="mismatch",
             )
 
@@ -339,7 +340,6 @@ class StreamData(TrainingData):
 
 
 def load_training_data(data: DataSettings) -> TrainingData:
-    """Load the manifests, and check the settings against them."""
     if data.stream:
         return _load_stream(data)
     manifest = load_manifest(data.directory)
@@ -519,8 +519,7 @@ def check_against_data(
 
 
 def fit_warmup(num_warmup_steps: int, *, num_steps: int) -> int:
-    """Return the number of warm-up steps. A warm-up that is not shorter than the run becomes a
-    tenth of the run."""
+    """Shorten a warm-up that is not shorter than the run to a tenth of the run."""
     return num_warmup_steps if num_warmup_steps < num_steps else num_steps // 10
 
 

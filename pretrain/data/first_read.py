@@ -6,7 +6,7 @@ Hashing runs in the background and stops the run at the first shard with a wrong
    downloaded shards are hashed as they arrive.
 2. On each rank, a thread of the lowest priority hashes the rank's shards. RUN/checked/rank-R.jsonl
    gets a line for each correct shard (path, size, mtime, sha256). Later attempts skip this shard.
-3. A rank with a wrong shard fails at its next step, or at the end of training, and the heartbeat
+3. A rank with a wrong shard fails at its next step, or at the end of training, and the watchdog
    ends the other ranks.
 
 Checkpoints do not wait for the hashes, so earlier checkpoints may have been trained on wrong bytes.
@@ -32,8 +32,8 @@ from pretrain.ranks.world import World
 
 class FirstRead(threading.Thread):
     def __init__(self, parts: Sequence[Part], *, run_dir: Path, world: World, device: torch.device):
-        """Choose the shards that this rank hashes. All ranks call this with the same parts; some
-        may be staged."""
+        """Choose the shards that this rank hashes. All ranks pass the same parts, but only some
+        nodes may have staged them."""
         super().__init__(name="first-read", daemon=True)
         self._checked, self._rank = run_dir / "checked", world.rank
         is_in_place = any_rank(any(part.staged is None for part in parts), device=device)

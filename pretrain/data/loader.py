@@ -10,8 +10,8 @@ A batch is made in these steps:
    samples. The first group is one request, so that the first batch opens few indices. Each next
    group is twice as large.
 3. The threads fill parts of one reused buffer.
-4. The last thread to finish looks up the labels and calls `finish` (the augmentation on a CPU, no
-   work for a GPU, see feed.py).
+4. The last thread to finish looks up the labels and calls `finish` (the augmentation if it runs on
+   the CPU, see feed.py).
 
 At most `prefetch` batches are in progress. Remote shards are prefetched for all ranks of a node.
 """
@@ -42,7 +42,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 OnBad = Callable[[Sequence[Unreadable], Ids, Tensor], Ids]
 """Function that replaces or masks the bad samples in (ids, images). For each row, it returns the id
-of the sample whose label counts, or -1 for a masked row."""
+of the sample whose label is used, or -1 for a masked row."""
 Waits = Callable[[Future[T]], T]
 """Function that waits for a batch, for example `StopFlag.result`."""
 

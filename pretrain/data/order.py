@@ -12,8 +12,7 @@ two epochs. `drop`: E is N rounded down to complete batches, and each epoch drop
 The order within an epoch is a keyed permutation of 0..N-1. It is a Feistel network over Z_a x Z_b
 (a b >= N), repeated while the result is >= N. `full` permutes all samples. `block` permutes blocks
 of neighboring samples and then the samples within windows of several blocks, so a reader needs few
-blocks at a time. The blocks begin at another sample in every epoch (benchmarks/order.py measures
-how well that mixes classes).
+blocks at a time. The blocks begin at another sample in every epoch.
 
 A `Mixture` of datasets is also one line: the source of each position is a pure function of weights
 and position. For two sources of weights a and b, floor(p a / (a + b)) of the first p positions
@@ -142,7 +141,7 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.length == 0:
-            problem = "an order needs at least one sample, but the split is empty"
+            problem = "the split has no samples"
             raise UserError("data", problem, "choose another split", code="empty")
 
     def locate(self, positions: Ids) -> tuple[Ids, Ids]:
@@ -163,7 +162,8 @@ class Order:
         return self._blockwise(within, key)
 
     def _blockwise(self, within: Ids, key: int) -> Ids:
-        """Permute complete blocks within windows. The last, shorter block ends the epoch."""
+        """Permute the complete blocks, and the samples within each window. The last, shorter block
+        ends the epoch."""
         num_blocks = self.num_samples // self.block_size
         window_size = self.block_size * self.window_blocks
         whole = num_blocks * self.block_size
@@ -266,7 +266,7 @@ def mixture_weights(weights: Sequence[float | None], sizes: Sequence[int]) -> tu
     reduced = wanted // np.gcd.reduce(wanted)
     if reduced.sum() > LARGEST_SUM:
         shares = " : ".join(map(str, reduced.tolist()))
-        problem = f"the ratio {shares} has too many digits"
+        problem = f"the ratio of the weights ({shares}) has too many digits"
         raise UserError("data.weight", problem, "use weights with fewer digits", code="bad-value")
     return tuple(reduced.tolist())
 

@@ -6,7 +6,7 @@ the range is viewed as overlapping rows that begin at every 512-byte block. Othe
 one by one, by the code that also verifies datasets. Pixels are uint8 (B, H, W, 3).
 
 Shards are opened at their first use. Local shards then stay mapped. A remote shard is unmapped when
-no thread reads it and no announced sample needs it, or when the store needs its space.
+no thread reads it and the current prefetch does not need it, or when the store needs its space.
 
 Invariants: a shard stays mapped while a `reading` block with its number is open; a mapped file has
 the size in the manifest.
@@ -123,8 +123,6 @@ class ShardReader:
             [part.manifest.crop == "full" for part, _ in self._placed], np.bool_
         )
         self.is_remote, self.decodes = self._shards.any_remote, not bool(self._is_raw.all())
-        """`is_remote`: True if any shard is remote. `decodes`: True if any image must be decoded.
-        """
         self._pictures = self._blockwise()
 
     @cached_property
@@ -177,8 +175,8 @@ class ShardReader:
             return self._decode(places, others, batch_BHWC.numpy())
 
     def aspects(self, places: Places) -> NDArray[np.float64] | None:
-        """Return width / height of the images before `build` squashed them; None if no image was
-        squashed."""
+        """Return width / height of the images before `data_prep build` squashed them; None if it
+        squashed none."""
         if not self._is_full.any():
             return None
         found, rows = np.ones(len(places.ids)), np.flatnonzero(self._is_full[places.shards])

@@ -1,7 +1,7 @@
 """ReaL labels of a split ("Are we done with ImageNet?"): all correct classes of an image.
 
 `data_prep` stores these labels as the annotation `real`, with a bit for each class of the dataset.
-Images without a correct class do not count. Shapes: B batch, K classes of the dataset.
+Images without a correct class are excluded. Shapes: B batch, K classes of the dataset.
 """
 
 from dataclasses import dataclass

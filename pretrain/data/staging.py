@@ -1,8 +1,9 @@
 """`data.stage_dir`: copy the shards of a run to each node's own disk before training reads them.
 
 One rank of each node copies all files into a `ShardStore`. The other ranks wait. Then every rank
-locks the copies against removal. Order and content of the training are the same. If a node cannot
-stage the data, its ranks read the original files, and a warning gives the reason.
+locks the copies against removal. Training reads the same samples in the same order as without
+staging. If a node cannot stage the data, its ranks read the original files, and a warning gives the
+reason.
 """
 
 import os

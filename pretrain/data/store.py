@@ -113,12 +113,12 @@ class ShardStore:
         hosts: Collection[str] = (),
     ):
         """`setting`: name of the setting for the directory, used in messages. `max_bytes`: limit
-        for all copies; None: the free disk space minus the spared space. Only `hosts` receive
-        `storage`."""
+        for all copies; None: the free disk space minus the spared space. `storage`: fsspec options,
+        sent only to `hosts`."""
         self.path, self.setting, self.max_bytes = path, setting, max_bytes
         self.readers = weakref.WeakSet[Reader]()
-        """Readers of this store. Training and evaluation share it, and each keeps files until the
-        other needs space."""
+        """Readers of this store. Training and evaluation share the store. Each reader keeps files
+        until the other needs space."""
         self._storage, self._hosts = storage, hosts
         self._stop, self._lock = threading.Event(), threading.RLock()
         self._held, self._paused_until_s = Counter[str](), 0.0
@@ -158,7 +158,8 @@ class ShardStore:
         return self.path / file.name
 
     def hold_present(self, files: Sequence[File]) -> bool:
-        """Hold all files and return True, but only if all copies are complete."""
+        """If all copies are complete, hold all files and return True. Otherwise hold none and
+        return False."""
         for count, file in enumerate(files):
             self._check(file)
             if not self._share(file):
@@ -167,7 +168,7 @@ class ShardStore:
         return True
 
     def release(self, files: Sequence[File]) -> None:
-        """Release each file once for each `hold`. This also works after `close`."""
+        """Undo one `hold` of each file, also after `close`."""
         with self._lock:
             for file in files:
                 with suppress(FileNotFoundError):
@@ -213,7 +214,7 @@ class ShardStore:
             if not is_held:
                 return False
             self._held[file.name] += 1
-            if not (is_complete := self._is_complete(file)):  # removed before it was locked
+            if not (is_complete := self._is_complete(file)):  # another process removed it before
                 self.release([file])
             return is_complete
 

@@ -122,7 +122,7 @@ class Stream:
     def end_waits(self) -> None:
         self._stop.set()
         for command in list(self._commands):
-            _end(command.proc)  # a silent command would never end
+            _end(command.proc)  # reading from a silent command would never end
 
     close = end_waits
 
@@ -188,8 +188,7 @@ class Stream:
                 )
 
     def _samples_of(self, url: str) -> Iterator[Sample]:
-        """Yield the samples of a shard. After an error, open the shard again and skip earlier
-        samples."""
+        """Yield the samples of a shard, also after a read error (step 1 above)."""
         source: Iterator[Sample] | None = None
         num_given = 0
 

@@ -96,7 +96,7 @@ class Shards(Dataset[tuple[Any, int]]):
 
 class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
     """This rank's slices (images, labels) of the global batches, read and decoded by threads. Each
-    pass is the next epoch. torchdata can save and load the state."""
+    iteration is one epoch. torchdata can save and load the state."""
 
     def __init__(
         self,
@@ -144,11 +144,11 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         return 0, 1
 
     def state_dict(self) -> dict[str, Any]:
-        self.is_followed = get_worker_info() is not None  # torchdata: before the first batch
+        self.is_followed = get_worker_info() is not None  # in a worker, torchdata calls this first
         return self._identity | {"epoch": self.epoch, "samples": self.samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the samples that the state counts, on any number of ranks and workers."""
+        """Continue after the state's `samples`, on any number of ranks and workers."""
         if not state.keys() >= self.state_dict().keys():
             problem = "the value is not a state of ShardBatches"
             raise UserError("state", problem, "load the result of state_dict()", code="bad-value")
@@ -234,8 +234,8 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class ShardLoader(DataLoader[Any]):
-    """A DataLoader of `ShardBatches`. Its state counts the batches that the training loop has
-    received, so training can resume with another number of workers."""
+    """A DataLoader of `ShardBatches`. Its state includes only the batches that the training loop
+    has received, so training can resume with another number of workers."""
 
     dataset: ShardBatches
 

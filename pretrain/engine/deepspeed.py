@@ -9,8 +9,8 @@ NaN on every rank. At stages 1 and 2 the update reads the norm on the device, an
 wait (sharded_update.py). At stage 0 this file waits for the norm. In fp16, with offload and at
 stage 3 DeepSpeed waits.
 
-A state has complete tensors by name (sharded_state.py), so a checkpoint fits any stage and any
-number of ranks.
+An exported state has complete tensors by name (sharded_state.py), so a checkpoint fits any stage
+and any number of ranks.
 """
 
 import datetime
@@ -361,7 +361,7 @@ def deepspeed_config(
             zero["reduce_bucket_size"] = 8  # the bucket stays empty
         # DeepSpeed's reduce-scatter is an all-reduce with two more copies
         zero["reduce_scatter"] = False
-        # DeepSpeed would free a larger weight's gradient before the other stream has reduced it
+        # DeepSpeed would free the gradient of a weight above the bucket size before it is reduced
         largest = max(each.numel() for each in model.parameters())
         zero["overlap_comm"] = on_gpu and plan.num_ranks > 1 and largest <= bucket
     if settings.offload != "none":

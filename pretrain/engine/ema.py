@@ -1,7 +1,7 @@
 """The exponential moving average of the weights, in fp32 shards next to the optimizer's state.
 
 The average starts as a copy of the weights. After each applied update, the average moves by (1 -
-decay) toward the weights. It costs four bytes per weight of a shard, and one pass over memory.
+decay) toward the weights. It costs one more pass over memory per update.
 """
 
 from collections.abc import Iterator, Sequence

@@ -109,8 +109,8 @@ class ShardedState:
         return [self.plain.state[tensor][kind] for tensor in self.layouts]
 
     def create(self, kinds: Sequence[str], *, num_updates: int) -> None:
-        """Create zeros for the optimizer's state, as its first step would. A restore then
-        overwrites the zeros."""
+        """Create zeros for the optimizer's state, as the optimizer's first step would. A restore
+        then overwrites the zeros."""
         counts = counts_steps(self.plain)
         for tensor in self.layouts:
             state = self.plain.state[tensor]

@@ -1,7 +1,7 @@
 """The update of ZeRO stages 1 and 2 on the device, without waits of the host.
 
-The engine calls this update instead of DeepSpeed's step, which waits for two numbers and passes
-over memory four times more.
+The engine calls this update instead of DeepSpeed's step, which waits for the device twice and makes
+four more passes over memory.
 
 1. DeepSpeed's reduction has left the averaged gradients of each flat shard as a list of tensors.
 2. The ranks exchange one number to compute the norm over all shards.
@@ -52,7 +52,7 @@ class ShardedUpdate:
         pieces = [self._pieces(number) for number in range(len(self._shards))]
         self.norm = self._norm(pieces)
         excess = torch.ones_like(self.norm)
-        if self._clip_norm:  # as DeepSpeed clips
+        if self._clip_norm:  # DeepSpeed's formula
             excess = ((self.norm + 1e-6) / self._clip_norm).clamp(min=1)
         share = torch.where(self.norm.isfinite(), 1 / excess, torch.nan)
         if isinstance(self._plain, Lion):

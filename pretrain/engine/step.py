@@ -67,15 +67,15 @@ def keep_freed_memory() -> None:
     """Let a process that computes on a CPU reuse the memory that a step frees.
 
     Otherwise glibc returns the memory to the kernel, and the kernel clears every page again: a
-    fifth of the step time of a small Mixer. The peak memory does not change. glibc still returns
-    tensors above 1 GiB, because they would leave holes.
+    fifth of the step time of a small Mixer. glibc still returns tensors above 1 GiB, because they
+    would leave holes.
     """
     set_malloc = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_malloc is not None:  # other C libraries have none
+    if set_malloc is not None:  # other C libraries have no mallopt
         set_malloc(M_MMAP_THRESHOLD, 1 << 30) or set_malloc(
             M_MMAP_THRESHOLD, 1 << 25
         )  # older glibc allows no more
-        set_malloc(M_TRIM_THRESHOLD, -1)  # never
+        set_malloc(M_TRIM_THRESHOLD, -1)  # never return memory
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EngineState:
-    """Training state, independent of the number of ranks and the ZeRO stage: fp32 weights and kept
-    buffers by name, optimizer state by KIND.NAME.
+    """Training state, independent of the number of ranks and the ZeRO stage: fp32 weights and
+    persistent buffers by name, optimizer state by KIND.NAME.
 
     If the run has a moving average, `weights` are the averaged weights, and training resumes from
     `optimizer["weight.NAME"]`.
@@ -129,7 +129,7 @@ class Engine(Protocol):
 
     def export_state(self) -> EngineState:
         """Return the state on the first rank, and an empty state on other ranks. Later training
-        does not change it."""
+        does not change the returned tensors."""
 
     def import_state(self, state: EngineState) -> None: ...
 
@@ -157,7 +157,7 @@ def compile_blocks(model: nn.Module, **how: Any) -> None:
     config = torch._dynamo.config
     config.recompile_limit = max(
         config.recompile_limit, 2 * len(parts)
-    )  # for one class: each part in training and in evaluation
+    )  # torch counts all blocks of a class, each in training and evaluation
     for part in parts:
         part.compile(dynamic=False, **how)
 
@@ -208,8 +208,8 @@ def one_pass_loss(
     """Return the loss of `loss_of` by operations that a compiler fuses into two passes, one over
     the logits and one over their gradient.
 
-    Classes are compared, not indexed, because the gradient of an index is scattered into zeros.
-    Without a compiler, this function is slower than `loss_of`.
+    Labels are compared with all class numbers. The gradient of indexing would be scattered into a
+    tensor of zeros. Without a compiler, this loss is slower than `loss_of`.
     """
     wide_BK = logits_BK.float()
     classes_K = torch.arange(logits_BK.shape[1], device=logits_BK.device)
@@ -228,6 +228,6 @@ def one_pass_loss(
 
 @functools.cache
 def _compiled_loss() -> Callable[..., Tensor]:
-    """Compile the loss, even if the model is not compiled. Separate operations move 17.7 GB of
-    memory for two cross-entropies of 16,384 x 11,230 logits."""
+    """Compile the loss, even if the model is not compiled, because separate operations move more
+    memory."""
     return torch.compile(one_pass_loss, dynamic=False)

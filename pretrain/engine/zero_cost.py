@@ -2,7 +2,7 @@
 
 P parameters on N ranks; w bytes per weight in the forward pass: 4 in fp32, 2 in bf16 and fp16.
 Stage 0 keeps fp32 weights in any precision. The optimizer keeps K values per weight (Lion and SGD
-1, AdamW 2), in fp32, as the master weights and the average are.
+1, AdamW 2). These values, the master weights and the moving average are in fp32.
 
     stage  weights  master  optimizer  gradients             sent in a step of A micro-batches
     0      4 P      -       4 K P      4 P                   2 r 4 P
@@ -13,9 +13,9 @@ Stage 0 keeps fp32 weights in any precision. The optimizer keeps K values per we
 * The sum over micro-batches is in fp32. It takes 4 P + 4 P/N in bf16 and 8 P in fp32, or 4 P on
   one rank. fp16 and offload need 4 P + 4 P/N even without accumulation.
 
-r = (N - 1) / N is the fraction that a ring sends. Stage 1 reduces once a step, stages 2 and 3 in
-each micro-batch. Stage 2 reduces by an all-reduce. Stage 3 gathers the weights twice and scatters
-the gradients once. Activations and padding are not included.
+r = (N - 1) / N is the fraction of a tensor that each rank of a ring sends. Stage 1 reduces once a
+step, stages 2 and 3 in each micro-batch. Stage 2 reduces by an all-reduce. Stage 3 gathers the
+weights twice and scatters the gradients once. Activations and padding are not included.
 """
 
 import math
@@ -42,7 +42,7 @@ bf16 even for a small model."""
 
 
 def bucket_elements(num_parameters: int) -> int:
-    return min(-(-num_parameters // 8) * 8, MAX_BUCKET_ELEMENTS)  # DeepSpeed needs it even
+    return min(-(-num_parameters // 8) * 8, MAX_BUCKET_ELEMENTS)  # DeepSpeed needs an even size
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def held(training: Training) -> Held:
     if stage > 0:
         num_buckets = 2 if stage < 3 and training.num_ranks > 1 else 1
         bucket = float(num_buckets * each * bucket_elements(size))
-    if training.offload != "none":  # the rest is in host memory
+    if training.offload != "none":  # offloaded state is in host memory
         shards, gradients = 0.0, 0.0 if stage >= 2 else gradients
     if training.offload == "all":
         weights = 0
@@ -225,7 +225,7 @@ def _ms(seconds: float) -> str:
 
 
 def in_hours(hours: float) -> str:
-    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"  # a bound needs no more digits
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"  # a lower bound needs no more digits
 
 
 def print_plan(plan: Plan, num_nodes: Sequence[int], console: "Console") -> None:

@@ -1,7 +1,7 @@
 """Exact evaluation on any number of ranks: every sample counts once, padding is masked, and sums
 are reduced at the end.
 
-An image that does not decode is skipped, and `num_samples` does not count it. K classes of the
+Images that do not decode are skipped, and not included in `num_samples`. Shapes: K classes of the
 model.
 """
 
@@ -35,7 +35,7 @@ class Scores:
     real: float | None = None
     """Top-1 accuracy with ReaL labels, or None if the split has no ReaL labels."""
     class_top1: float | None = None
-    """Mean top-1 accuracy of the classes, or None if all classes have the same size."""
+    """Top-1 accuracy averaged over classes, or None if all classes have the same size."""
 
     def metrics(self, prefix: str) -> dict[str, float]:
         return {
@@ -59,7 +59,7 @@ def evaluate(
     the same batch."""
     device, num_bad = augmentation.device, 0
     sums, real_sums = (torch.zeros(size, dtype=torch.float64, device=device) for size in (4, 2))
-    hits_2K = sums.new_zeros(2, 0)  # (correct, number) of each class
+    hits_2K = sums.new_zeros(2, 0)  # correct and all images of each class
     real: RealLabels | None = None
     with (
         progress(
@@ -131,7 +131,8 @@ def _heeding(stop: StopFlag, batches: Iterator[Batch], *, device: torch.device) 
 
 
 def _count(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """Return (top-1, top-5, loss, number) of each row, or zeros for masked rows."""
+    """Return (top-1 correct, top-5 correct, loss, 1) for each row, or zeros for masked rows. Shape:
+    (4, B)."""
     top = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels.unsqueeze(1)
     losses = cross_entropy(logits.float(), labels, reduction="none")
     columns = (top[:, 0], top.any(dim=1), losses, torch.ones_like(losses))

@@ -1,7 +1,7 @@
 """The throughput of training (`Meter`), and the peak FLOP/s of a device, for MFU.
 
-The peak is the dense value in a GPU's data sheet. For other GPUs and for CPUs it is measured with
-products of square matrices. All ranks measure at once, because they may share cores.
+The peak is the dense value in a GPU's data sheet. For CPUs and GPUs outside `SHEETS`, the peak is
+measured with products of square matrices. All ranks measure at once, because they may share cores.
 """
 
 import re
@@ -75,7 +75,7 @@ def measured_peak(device: torch.device, *, precision: str) -> Peak:
     if on_gpu:
         side = 8192
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, dtype)
-    # random numbers, because some devices multiply equal ones faster
+    # random numbers, because some devices multiply equal numbers faster
     own = torch.Generator(device).manual_seed(0)
     left, right = (
         torch.randn(side, side, device=device, dtype=dtype, generator=own) for _ in range(2)

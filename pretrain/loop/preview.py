@@ -62,7 +62,7 @@ def preview(
         try:
             fed = next(batches)
         finally:
-            batches.end_waits()  # without it, the end may wait for a download
+            batches.end_waits()  # otherwise `close` may wait for a download
             batches.close()
     facts = f"epoch {epoch}  ·  {data.image_size} px  ·  {settings.augment.recipe}"
     title = f"{data.name}, as {Path(settings.run_dir).name} sees it"

@@ -498,7 +498,7 @@ def card_of(task: Task, *, run_key: str) -> ModelCard:
         stream=data.settings.stream,
         stored_crop=crop,
         stored_interpolation=interpolation,
-        stored_size=data.parts[0].stored_size(data.image_size),  # all parts have the same
+        stored_size=data.parts[0].stored_size(data.image_size),  # all parts have the same size
         fed_interpolation=settings.augment.plain_filter,
         eval_crop=settings.augment.plain_crop,
         content_hash=data.content_hash,

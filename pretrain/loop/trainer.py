@@ -145,17 +145,17 @@ class Trainer:
         ):
             self.line.note = f"first step{' and compilation' * self.settings.engine.compile}"
             self.stopping = any_rank(self.stop.raised_by is not None, device=self.engine.device)
-            if self.owes_evaluation or self.step >= self.num_steps:  # it was skipped or killed
+            if self.owes_evaluation or self.step >= self.num_steps:  # skipped or killed before
                 self._evaluate()
             self.meter.restart()
             while self.step < self.num_steps and not self.stopping:
                 self.window.begin_step(self.step + 1)
                 try:
                     queued = self._queue_step(feed)
-                except Interrupted:  # during the wait for data
+                except Interrupted:  # while waiting for data
                     self.stopping = True
                     break
-                self._finish_step()  # the previous one
+                self._finish_step()  # the previous step
                 self.queued = queued
                 self.step += 1
                 eval_due = self._is_due(self.step, self.eval_every)
@@ -215,7 +215,7 @@ class Trainer:
         counts = " -> ".join(f"{count:,}" for count in self.lengths)
         words = f"{counts} steps, at step {self.step:,}"
         if before != now and self.step < self.num_steps:
-            words += f"; its learning rate jumps from {before:.3g} to {now:.3g}"
+            words += f"; the learning rate jumps from {before:.3g} to {now:.3g}"
         tag = "extended" if self.lengths[-1] > self.lengths[-2] else "shortened"
         self.tracker.params({}, tags={tag: words})
         if self.world.is_first:
@@ -261,7 +261,7 @@ class Trainer:
             self._show_filters()
         PROGRESS.mark("computing", step=step + 1)
         seed = hash64(self.settings.train.seed, step, self.world.rank)
-        torch.manual_seed(int(seed))  # dropout has no state either
+        torch.manual_seed(int(seed))  # so dropout needs no saved state
         result = self.engine.train_step([each.prepared for each in fed], lr=lr)
         exchange = Exchange(
             result.loss,
@@ -307,7 +307,7 @@ class Trainer:
         self.line.advance(note=in_words(self.reading, self.scores, scored_step=self.scored_step))
 
     def _evaluate(self) -> None:
-        """Evaluate. If the run must stop, skip the evaluation; the resumed run evaluates first."""
+        """If the run must stop, skip the evaluation; the resumed run evaluates first."""
         self.owes_evaluation = self.eval_reader is not None
         if self.stopping:
             return
@@ -389,8 +389,7 @@ class Trainer:
 
 
 def in_words(reading: dict[str, float], scores: Scores | None, *, scored_step: int) -> str:
-    """Return the note of the progress line. `scored_step`: step of the scores, at most the line's
-    step."""
+    """Return the note of the progress line. `scored_step`: step of the evaluation."""
     parts = [f"epoch {reading['train/epoch']:.1f}"] if "train/epoch" in reading else []
     if "train/loss" in reading:
         parts.append(f"training loss {reading['train/loss']:.3f}")

@@ -62,7 +62,8 @@ name."""
 
 
 def cost_of(spec: AnySpec, *, num_classes: int, image_size: int) -> Cost:
-    """Return the cost. For other timm models and for `model.import`, all numbers are 0."""
+    """Return the cost, or zeros for a TimmModelSpec or ImportSpec, because their cost is
+    unknown."""
     if isinstance(spec, TimmModelSpec | ImportSpec):
         return Cost()
     stem, blocks, num_features = _parts(spec, image_size=image_size)
@@ -78,8 +79,8 @@ def num_features_of(spec: AnySpec, *, image_size: int) -> int:
 
 
 def _parts(spec: AnySpec, *, image_size: int) -> tuple[Cost, Cost, int]:
-    """Return the costs of stem and blocks, and the number of features. A timm or structured model
-    counts completely as blocks."""
+    """Return the costs of stem and blocks, and the number of features. For timm and structured
+    models, the complete cost is in the blocks."""
     spec.check(image_size=image_size)
     match spec:
         case MlpSpec():
@@ -104,7 +105,7 @@ def _parts(spec: AnySpec, *, image_size: int) -> tuple[Cost, Cost, int]:
         case TimmModelSpec():
             return Cost(), Cost(), spec.num_features
         case ImportSpec():
-            return Cost(), Cost(), 0  # unknown without its weights
+            return Cost(), Cost(), 0  # unknown before the model is built
 
 
 def forward_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:
@@ -273,8 +274,8 @@ def width_and_connections(spec: AnySpec, *, image_size: int) -> tuple[int | None
     """Return the width m, and Omega for the actual (rounded) hidden sizes. A value is None if the
     papers do not define it for the model.
 
-    A first block that maps S0 to S tokens counts like the other blocks. A mask counts with its
-    expected number of connections.
+    A first block that maps S0 to S tokens is treated like the other blocks. A mask has its expected
+    number of connections.
     """
     match spec:
         case MlpSpec():

@@ -33,7 +33,8 @@ class ImageModel(nn.Module, ABC):
     head: nn.Module
 
     def __init__(self, *, num_features: int, num_classes: int, pixels_per_place: int):
-        """`pixels_per_place`: side of the image square that one position of `as_map` covers."""
+        """`pixels_per_place`: side in pixels of the image square that one position of `as_map`
+        covers."""
         super().__init__()
         self.num_features = self.head_hidden_size = self.embed_dim = num_features
         self.num_classes, self.pixels_per_place = num_classes, pixels_per_place
@@ -107,7 +108,7 @@ class ImageModel(nn.Module, ABC):
         output_fmt: Literal["NCHW", "NLC"] = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Return the features and the outputs of the blocks `indices` (an integer selects the last
+        """Return the features and the outputs of the blocks `indices` (an integer n: the last n
         blocks), as maps or as (B, positions, channels)."""
         taken = taken_blocks(indices, num_blocks=len(self.blocks))
         x_BF, found = self.embed(x), []
@@ -141,7 +142,7 @@ class ImageModel(nn.Module, ABC):
         if enable and any(isinstance(module, BatchNorm1d) for module in self.blocks.modules()):
             raise UserError(
                 "set_grad_checkpointing",
-                "batch norm would count every batch twice",
+                "batch norm would update its averages twice a step",
                 "set model.norm=layer",
                 code="conflict",
             )

@@ -1,5 +1,5 @@
-"""Print `pretrain models`: the named models with their costs and, for `--omega`, the sizes with a
-given Omega."""
+"""Print `pretrain models`: the named models with their costs or, for `--omega`, sizes with a given
+mean number of connections per layer."""
 
 import re
 from collections.abc import Sequence

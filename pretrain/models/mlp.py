@@ -1,5 +1,4 @@
-"""MLPs of "Scaling MLPs": the complete image is one vector. Shapes: B batch, D = 3 H W, M width, K
-classes."""
+"""MLPs of "Scaling MLPs": the complete image is one vector. Shapes: B batch, M width."""
 
 from abc import ABC, abstractmethod
 
@@ -69,8 +68,6 @@ class StandardBlock(Block):
 
 
 class SkipPath(nn.Sequential):
-    """A skip path around several layers."""
-
     def forward(self, x_BM: Tensor) -> Tensor:
         y_BM: Tensor = super().forward(x_BM)  # type: ignore[no-untyped-call]
         return x_BM + y_BM

@@ -1,13 +1,13 @@
-"""The Mixer paper's SW-MLP: an MLP with sparse matrices, as wide as the S C entries of a Mixer.
-Each connection exists with probability p.
+"""The Mixer paper's SW-MLP: an MLP with sparse matrices. Its width m equals S C, the number of
+entries of a Mixer. Each connection exists with probability p.
 
     stem      per-patch linear to C channels, one vector of S0 C entries, a linear to m if m differs
     blocks    x + act((M * W) LN(x)), or with a hidden layer of gamma m entries
               x + (M2 * W2) act((M1 * W1) LN(x))
     head      linear on all m entries, after a norm if `final_norm` is set
 
-Section A.2.5 of the paper prints this order, but not the layer from S0 C to m. Biases start at 0,
-as in the Mixers. All weights start as N(0, 1/(p m)).
+Section A.2.5 of the paper prints this order, but not the layer from S0 C to m. In the blocks,
+biases start at 0 and weights as N(0, 1/(p m)). Dense layers start as in torch.
 
 If p m is above about 30, the largest singular value of a gamma m x m matrix is near L. Here L^2 is
 c^2 + 3 c^2 (1 - p) / (sqrt(gamma) p m) and c is 1 + sqrt(gamma). The paper's L+ agrees with
@@ -44,7 +44,7 @@ def _block_layer(
     layer = _layer(spec, num_inputs, width=width, num_outputs=num_outputs)
     if spec.init_gain == "spectral" and not layer.bias.is_meta:
         weights = layer.values if isinstance(layer, SparseLinear) else layer.weight
-        if largest := largest_singular_value(layer.matrix()):  # 0 without connections
+        if largest := largest_singular_value(layer.matrix()):  # 0 if there are no connections
             weights.data *= (num_inputs**0.5 + num_outputs**0.5) / width**0.5 / largest
     return layer
 

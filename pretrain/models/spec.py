@@ -374,7 +374,6 @@ class TimmModelSpec(Settings):
 
 
 OWN_CLASS = r"^\w[\w.]*:\w+$"
-"""Regular expression for module:Class."""
 
 
 class ImportSpec(Settings):

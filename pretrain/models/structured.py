@@ -20,7 +20,7 @@ from pretrain.models.image_model import ACTIVATIONS, ImageModel, classifier
 from pretrain.models.spec import StructuredMlpSpec
 
 Grid = tuple[int, int]
-"""Type of (rows, columns)."""
+"""(rows, columns)."""
 
 
 class Kronecker(nn.Module):

@@ -1,8 +1,7 @@
 """Models of timm with the interface of `ImageModel`: the baselines of Scaling MLPs, any pretrained
 model (`pretrained: timm:NAME`), and your own class (`model: {import: module:Class}`).
 
-This module is imported only to build such a model. The timm model computes and pools the features,
-and `ImageModel` adds the head.
+The timm model computes and pools the features, and `ImageModel` adds the head.
 
 The stem of ResNet-152 at 64 px has stride 1 and no pooling, as Scaling MLPs says, and no padding.
 Only without padding does the model have the 13.07 G MACs that the paper prints (14.98 G with the
@@ -118,7 +117,7 @@ def own_body(spec: ImportSpec, *, num_classes: int, image_size: int) -> Any:
         body: Any = own_class(**words)
     if missing := [name for name in INTERFACE if not hasattr(body, name)]:
         raise _misfit(spec, f"has no {', '.join(missing)}")
-    with suppress(RuntimeError), torch.device("meta"), torch.no_grad():  # not all models support it
+    with suppress(RuntimeError), torch.device("meta"), torch.no_grad():  # some need real tensors
         trial: Any = own_class(**words).eval()
         width = getattr(body, "head_hidden_size", body.num_features)
         for count in (num_classes, 0):

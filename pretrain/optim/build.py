@@ -19,7 +19,8 @@ from pretrain.optim.lion import Lion
 
 
 def counts_steps(optimizer: Any) -> bool:
-    """Return True if the optimizer counts steps. A restored state must then set `step`."""
+    """Return True if the optimizer's state contains a step number (`step`) that a restore must
+    set."""
     return isinstance(optimizer, torch.optim.AdamW)
 
 

@@ -1,8 +1,7 @@
 """The Lion optimizer.
 
 In fp32 on a CPU a step is one compiled loop that reads or writes 5 numbers per weight. torch's
-operations move 17 to 20 numbers per weight. On 2 cores, 50 million weights take 58 ms instead of
-320 ms. All implementations give the same bits.
+operations move 17 to 20 numbers per weight. All implementations give the same bits.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -32,8 +31,8 @@ class Lion(Optimizer):
     """Evolved sign momentum (Chen et al. 2023): w -= lr (sign(b1 m + (1 - b1) g) + wd w), then m =
     b2 m + (1 - b2) g.
 
-    A weight without gradient and momentum does not move. A gradient that is not finite makes its
-    weight NaN, because with torch's sign(NaN) = 0 the weight would never move again.
+    A gradient that is not finite makes its weight NaN, because with torch's sign(NaN) = 0 the
+    weight would never move again.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ def by_operations(
     torch._foreach_add_(weights, updates, alpha=-lr)
     torch._foreach_mul_(momenta, beta2)
     torch._foreach_add_(momenta, gradients, alpha=1 - beta2)
-    torch._foreach_add_(weights, momenta, alpha=0)  # shows a momentum that is not finite
+    torch._foreach_add_(weights, momenta, alpha=0)  # non-finite momenta make weights NaN
 
 
 # ---- the compiled pass

@@ -24,7 +24,7 @@ elements have the same segments."""
 
 
 def cut_across(parameters: Sequence[Segment], *, shard_size: int, num_ranks: int) -> Layout:
-    """Cut the concatenated parameters into equal shards (stages 1 and 2)."""
+    """Cut the concatenated parameters into equal shards (ZeRO stages 1 and 2)."""
     return tuple(
         tuple(
             Segment(each.parameter_number, low - rank * shard_size, high - low, low - each.offset)
@@ -37,8 +37,8 @@ def cut_across(parameters: Sequence[Segment], *, shard_size: int, num_ranks: int
 
 
 def cut_each(numels: Sequence[tuple[int, int]], *, num_ranks: int) -> Layout:
-    """Cut each parameter into equal parts (stage 3). `numels`: pairs (parameter number, number of
-    elements)."""
+    """Cut each parameter into equal parts (ZeRO stage 3). `numels`: pairs (parameter number, number
+    of elements)."""
     parts = [-(-numel // num_ranks) for _, numel in numels]
     offsets = [0, *accumulate(parts)]
     return tuple(

@@ -1,4 +1,5 @@
-"""Communication between ranks outside the engine. A single process skips it."""
+"""Communication between ranks, apart from the training engine's own. A single process sends
+nothing."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from data_prep.errors import UserError
 
 T = TypeVar("T")
 LOOK_S = 1.0
-"""Seconds between progress reports of waiting ranks."""
+"""Seconds between two checks in `on_all_ranks` of whether all ranks are done."""
 
 
 def is_distributed() -> bool:
@@ -34,8 +35,8 @@ def mean_over_ranks(values: Tensor) -> Tensor:
 
 
 class Moment:
-    """Point in time of a device's work. A GPU measures it with its own clock, so the host does not
-    wait."""
+    """Time at which a device has done all work submitted so far. A GPU records the time itself, so
+    the host does not wait."""
 
     def __init__(self, device: torch.device):
         self._now_s = time.monotonic()
@@ -52,7 +53,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Agreed:
-    """Facts about a step that all ranks know."""
+    """Facts about a step. All except `own_loss` are the same on all ranks."""
 
     loss: float
     """Mean loss over ranks. It is not finite if the loss of any rank is not finite."""
@@ -66,11 +67,10 @@ class Agreed:
 
 
 class Exchange:
-    """The only exchange between ranks in a step. It starts after the step, and is read at most one
-    step later.
+    """Sums over ranks for each step: the only communication besides the engine's. The exchange
+    starts after the step, and is read at most one step later.
 
-    The host does not wait until `read`. On a GPU the sums arrive in pinned memory after the step's
-    kernels. On a CPU gloo works in the background.
+    The host does not wait until `read`.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Exchange:
 
 
 def any_rank(flag: bool, *, device: torch.device) -> bool:
-    """Return True, on all ranks, if any rank raised its flag."""
+    """Return True, on all ranks, if `flag` is True on any rank."""
     return bool(all_sum(torch.tensor(float(flag), device=device)) > 0) if is_distributed() else flag
 
 
@@ -150,9 +150,10 @@ class FailedElsewhere(UserError):  # noqa: N818
 
 
 def on_all_ranks(work: Callable[[], T], *, device: torch.device, field: str) -> T:
-    """Run `work` on each rank, and return this rank's result when all ranks are done. Collectives
-    wait only briefly, even if a disk is slow. Long work must report its own progress. A rank on
-    which `work` fails raises its own error; other ranks raise `FailedElsewhere` with the field."""
+    """Run `work` on each rank in a thread, and return this rank's result when all ranks are done.
+    Meanwhile ranks exchange a flag every second, so slow work does not exceed `timeout_s`. Long
+    work must report its own progress (hangs.py). A rank on which `work` fails raises its own error;
+    other ranks raise `FailedElsewhere` with the field."""
     thread = futures.ThreadPoolExecutor(1, thread_name_prefix="on-all-ranks")
     found = thread.submit(work)
     thread.shutdown(wait=False)

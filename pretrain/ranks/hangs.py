@@ -5,7 +5,7 @@ Both methods take no lock and do not wait for a device.
 
 All ranks pass the same marks in the same order. The ranks with the fewest marks lag, and the other
 ranks wait for them. The run hangs if no lagging rank progresses. The watchdog sends each rank's
-standing to the first rank, which decides (`Standings`).
+standing to the first rank, which looks for a hang (`Standings`).
 """
 
 import time
@@ -39,7 +39,7 @@ class Progress:
         self._mark = (0, 0, "starting")
         """Number of the mark, step and stage."""
         self._touched_s: float | None = None
-        """Time of the last progress, without pauses. None before the first mark."""
+        """Time of the last progress, minus `_paused_s`. None before the first mark."""
         self._num_trusted = 0
         self._paused_s = 0.0
         """Seconds in which this process was suspended. Only the watchdog writes this attribute."""
@@ -60,8 +60,8 @@ class Progress:
 
     @contextmanager
     def trusting(self) -> Iterator[None]:
-        """Count no time inside the block toward a hang. Use it for work with its own time limit,
-        for example a transfer."""
+        """Do not count time inside the block toward a hang. Use it for work with its own time
+        limit, for example a transfer."""
         self._num_trusted += 1
         try:
             yield
@@ -74,7 +74,8 @@ class Progress:
         self._touched_s = time.monotonic() - self._paused_s
 
     def excuse(self, pause_s: float) -> None:
-        """Do not count `pause_s`, in which this process was suspended."""
+        """Do not count `pause_s` toward a hang, because this process was suspended for that
+        long."""
         self._paused_s += pause_s
 
     def standing(self) -> Standing:
@@ -104,7 +105,7 @@ class Verdict:
             "hangs": self.detail,
             "waits": "waits for data, and all ranks were told to stop",
         }[self.why]
-        # the error may occur again
+        # a repeated command may fail again
         resume = "" if self.why == "failed" else ". Run the same command to resume"
         return f"{self.peer} {what}; the run stops{resume}"
 
@@ -141,8 +142,8 @@ class Standings:
     def find_hang(self, timeout_s: float) -> Verdict | None:
         """Return a verdict if no lagging rank has progressed for `timeout_s`.
 
-        Each lagging rank must have reported twice since it became a suspect. Otherwise ranks that
-        waited for a late rank would seem to lag between two reports.
+        Each lagging rank must have reported twice since it became a suspect. Otherwise a rank that
+        only waited for a late rank could seem to lag, until its own next report arrives.
         """
         behind = self._behind()
         if any(standing.stalled_s <= timeout_s for standing in behind.values()):

@@ -3,9 +3,9 @@ within seconds.
 
 The environment variables equal torchrun's, but the launcher does not import torch and prints no
 traceback. Ctrl-C and SIGTERM reach every rank. A rank then finishes its step, writes a checkpoint
-and exits with 0. Ranks report that they have joined (`report_joined`). If a rank ends before all
-have joined, the launcher kills the others. They have nothing to save, and torch runs no signal
-handler while they wait.
+and exits with 0. Ranks report that they have joined the process group (`report_joined`). If a rank
+ends before all have joined, the launcher kills the others. They have nothing to save, and torch
+runs no signal handler while they wait.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ from pretrain.ranks.world import free_port
 
 _PR_SET_PDEATHSIG = 1
 LAUNCHED_WITH = "WIDE_MLPS_LAUNCHED_WITH"
-"""Environment variable with the launcher's arguments, for the run's page."""
+"""Environment variable with the launcher's arguments, for the run's page in MLflow."""
 _JOINED_PIPE = "WIDE_MLPS_JOINED_PIPE"
 LAST_WORDS_S = 5.0
 """Seconds that other ranks have to end after a rank has died."""
@@ -50,8 +50,8 @@ def launch(command: Sequence[str], *, num_ranks: int, heed_signals: bool = False
     """Run the command on each rank. Return the exit code of the first rank that failed, or 0. Ranks
     inherit the standard streams.
 
-    `heed_signals`: the command installs a StopFlag. An earlier signal waits for the flag and does
-    not end the rank.
+    `heed_signals`: True if the command installs a StopFlag. An earlier signal stays pending until
+    then, and does not end the rank.
     """
     joined, joined_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     shared = os.environ | {
@@ -112,7 +112,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], *, joined: int) -> int:
             if code not in (None, 0):
                 _wait(
                     ranks if _have_joined(joined) else ranks[:1], LAST_WORDS_S
-                )  # the first rank reports an error of all ranks
+                )  # the first rank reports an error that all ranks have
                 if code not in (INTERRUPTED, BUSY):
                     print(
                         f"launch: rank {number} ended with {describe(code)}; ending the others",

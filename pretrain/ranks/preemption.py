@@ -2,7 +2,8 @@
 steps, when all ranks agree, and then saves.
 
 SIGTERM and SIGUSR2 come from SLURM (preemption, time limit), SIGHUP from a closed terminal, SIGINT
-from Ctrl-C. data_prep/interrupts.py answers Ctrl-C and a second Ctrl-C.
+from Ctrl-C. At the first Ctrl-C, data_prep/interrupts.py prints a message and lets the second one
+end the process.
 
 A wait that may never end (for data of a lost server) calls `result` inside `waiting`. A single rank
 gives up such a wait at once, because it is between steps. If there are several ranks, others may be
@@ -29,7 +30,7 @@ _LOOK_S = 0.2
 
 
 def heeded_signals() -> list[signal.Signals]:
-    """Return the signals that stop this process: under nohup, all except SIGHUP."""
+    """Return the signals that stop this process: SIGNALS, without SIGHUP under nohup."""
     return [
         each
         for each in SIGNALS
@@ -43,8 +44,8 @@ class Interrupted(Exception):  # noqa: N818
 
 @contextmanager
 def entered(place: AbstractContextManager[T]) -> Iterator[T | None]:
-    """Enter the context. Yield None if entering is interrupted: the other ranks did not wait, and
-    must first learn of the interruption."""
+    """Enter the context and yield its value. If entering raises Interrupted, yield None, so that
+    the caller can first tell the other ranks."""
     with ExitStack() as until_end:
         value = None
         with suppress(Interrupted):
@@ -66,7 +67,7 @@ class StopFlag:
         installed = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
         if isinstance(installed, StopFlag):
             return installed
-        keep("it ends once everything is loaded; there is nothing to save yet")
+        keep("the run ends after loading; there is nothing to save yet")
         for number in heeded_signals():
             signal.signal(number, self._raise)
         signal.pthread_sigmask(
@@ -84,17 +85,18 @@ class StopFlag:
             self._waits_since_s = None
 
     def stuck_wait_s(self) -> float:
-        """Return the seconds of a wait since the stop request, or 0 without a request."""
+        """Return the seconds that this process has waited since the stop request. Return 0 if it
+        does not wait, or without a request."""
         return 0.0 if self._waits_since_s is None else self.ignored_s(self._waits_since_s)
 
     def ignored_s(self, since_s: float) -> float:
-        """Return the seconds since the stop request or `since_s`, the later one; 0 without a
+        """Return the seconds since the later of the stop request and `since_s`; 0 without a
         request."""
         return 0.0 if self.raised_by is None else time.monotonic() - max(since_s, self._raised_at_s)
 
     def result(self, future: "Future[T]") -> T:
-        """Wait for the future's result, and check the flag between short waits. A signal handler
-        that raises could leave the future locked."""
+        """Wait for the future's result, and check the flag between short waits. If the signal
+        handler raised an exception instead, the future could stay locked."""
         while not future.done():
             self._heed()
             try:

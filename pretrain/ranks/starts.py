@@ -9,8 +9,8 @@
    fails and names the holder.
 3. An attempt that holds the highest number removes the lower numbers and all leftovers of
    killed writers.
-4. A frozen attempt that wakes up ends if its lock is gone or has no longer the highest
-   number (watchdog.py). It publishes no checkpoint and no result (`check_owner`).
+4. A frozen attempt that wakes up ends if its lock is gone or no longer has the highest number
+   (watchdog.py). It publishes no checkpoint and no result (`check_owner`).
 """
 
 import os
@@ -53,9 +53,9 @@ def has_lost_run() -> bool:
 
 
 def check_owner() -> None:
-    """Raise UserError if `has_lost_run`."""
+    """Raise UserError if another attempt has taken over the run."""
     if has_lost_run():
-        problem = "a newer attempt has taken over the run, so this attempt publishes nothing more"
+        problem = "a newer attempt has taken over the run, so this attempt saves nothing more"
         raise UserError("run_dir", problem, "let the newer attempt finish", code="busy")
 
 
@@ -98,7 +98,7 @@ def _lock_newest(
                     return lock
             stack.close()  # another attempt has taken over in the meantime
             continue
-        who = f"{run_dir}: attempt {int(lock.name)} holds this run ({holder or 'unknown'})"
+        who = f"{run_dir}: attempt {int(lock.name)} has locked this run ({holder or 'unknown'})"
         if not has_waited:
             print(f"{who}; waiting up to {lock_wait_s:,.0f} s", file=sys.stderr, flush=True)
             has_waited = True
@@ -116,7 +116,7 @@ def _lock_newest(
             )
             lock.with_name(f"{int(lock.name) + 1:04}").mkdir(exist_ok=True)
         else:
-            problem = f"attempt {int(lock.name)} holds the run ({holder or 'unknown'})"
+            problem = f"attempt {int(lock.name)} has locked the run ({holder or 'unknown'})"
             raise Busy(str(run_dir), problem, "wait until the attempt ends, or end it", code="busy")
 
 
@@ -143,8 +143,8 @@ def _remove_old_leftovers(place: Path) -> None:
 
 
 def _is_over(holder: Holder) -> bool:
-    """Return True if SLURM reports that the holder's attempt is over. For an attempt of this job
-    its restart count decides, for another job `scontrol`."""
+    """Return True if SLURM reports that the holder's attempt is over. Within one job, compare
+    restart counts. Ask `scontrol` about another job."""
     if not holder.job or holder.cluster != os.environ.get("SLURM_CLUSTER_NAME", ""):
         return False  # this cluster's SLURM does not know the holder's job
     if holder.job == os.environ.get("SLURM_JOB_ID"):

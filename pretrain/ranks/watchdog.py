@@ -8,7 +8,7 @@ carries JSON objects, one per line. Messages without the token of this run are i
    fails reports its error.
 2. The first rank sends the verdict to all ranks and prints it. Every rank ends with exit code 1. If
    the first rank itself is lost, the first survivor of each node prints the line.
-3. A stopped rank that still waits for missing data ends all ranks with exit code 0.
+3. If a rank still waits for data STUCK_WAIT_S after a stop request, all ranks end with exit code 0.
 4. After `watch`, beats carry the standing of a rank (hangs.py). If no lagging rank progresses for
    `hang_timeout_s`, the run hangs. A run of one rank has only this check, and no connection.
 5. Ranks that end because of a hang or a silent rank append their stacks to RUN/stacks/rank-N.txt.
@@ -17,8 +17,8 @@ carries JSON objects, one per line. Messages without the token of this run are i
 6. Then these ranks write their last collectives (torch's flight recorder) to
    RUN/stacks/flight-recorder-N.
 
-The thread reads all messages before it decides, and checks ranks once per beat. Beats may carry a
-small dict (`report`) to the first rank (`received`). Neither function may block.
+A beat may carry a small dict from a rank's callback `report` to the first rank's callback
+`received`. Neither callback may block.
 """
 
 import faulthandler
@@ -68,7 +68,7 @@ Message = dict[str, Any]
 @contextmanager
 def watched(world: World, ranks: RanksSettings, *, device: torch.device) -> "Iterator[Watchdog]":
     """End all ranks if a rank is lost, freezes or fails inside the block. All ranks enter the block
-    after they have joined."""
+    after they have joined the process group."""
     watchdog = Watchdog(world, ranks)
     watchdog.start(lambda numbers: all_sum(torch.tensor(numbers, device=device)).tolist())
     report_joined()
@@ -138,7 +138,8 @@ def listen(address: str, *, is_one_node: bool) -> socket.socket:
 
 
 class Watchdog:
-    """Call `start` on all ranks together, and `stop` when this rank's work is done."""
+    """Watchdog of one rank. Call `start` on all ranks together, and `stop` when this rank's work is
+    done."""
 
     def __init__(self, world: World, ranks: RanksSettings):
         self._world, self._timeout_s = world, ranks.heartbeat_timeout_s
@@ -227,7 +228,7 @@ class Watchdog:
         own = {"OutOfMemoryError", "NotImplementedError", "RecursionError"}
         is_own = not isinstance(error, RuntimeError) or names & own
         if not self._is_alone and not is_own and self._has_verdict.wait(BLAME_S):
-            time.sleep(600)  # the thread ends this process
+            time.sleep(600)  # the watchdog's thread ends this process
         self._leave({"failed": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"})
 
     def _leave(self, message: Message) -> None:
@@ -385,7 +386,7 @@ class Watchdog:
         except OSError as error:
             print(
                 f"WARNING: rank {self._me.rank}: cannot reach the first rank at {address}:{port}"
-                f" ({error}). If a rank dies, the others notice it only after timeout_s",
+                f" ({error}). If a rank dies, the others notice it only after engine.timeout_s",
                 file=sys.stderr,
             )
             return
@@ -431,8 +432,8 @@ class Watchdog:
         os._exit(0 if verdict.why == "waits" else 1)
 
     def _dump_stacks(self, path: Path, verdict: Verdict) -> None:
-        """Collect the stacks in memory, and append them to the file. Print the stacks if the
-        storage fails, because it may cause the hang."""
+        """Collect the stacks in memory, and append them to the file. Print the stacks if the file
+        cannot be written, because failed storage may be the cause of the hang."""
         memory = os.memfd_create("stacks")
         faulthandler.dump_traceback(memory, all_threads=True)
         stacks = os.pread(memory, 1 << 20, 0).decode(errors="replace")

@@ -82,7 +82,7 @@ def _fill_in_torch(environment: MutableMapping[str, str]) -> None:
     ):  # torch reads it before a GPU's first allocation; a CPU ignores it
         environment[
             ALLOCATOR[0]
-        ] = (  # evaluation, gathers of stage 3 and other batch sizes fragment memory without it
+        ] = (  # without it, evaluation, ZeRO 3's gathers and new batch sizes fragment memory
             "expandable_segments:True"
         )
 
@@ -136,8 +136,8 @@ def read_world(environment: MutableMapping[str, str] = os.environ) -> World:
 
 
 def _cores_per_rank(environment: MutableMapping[str, str]) -> int:
-    """Return the cores of a rank. A rank that is a SLURM task has the cores that it is bound to, at
-    most its part of the step's cores. Other ranks share all available cores."""
+    """Return the cores of a rank. A SLURM task has the cores that it is bound to, at most its part
+    of the job step's cores on this node. Other ranks share all available cores."""
     here, local = len(os.sched_getaffinity(0)), int(environment.get("LOCAL_WORLD_SIZE", "1"))
     of_task, of_node = (
         int(environment.get(name, "0")) for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE")
@@ -151,7 +151,7 @@ def _cores_per_rank(environment: MutableMapping[str, str]) -> int:
 
 def _tasks_of_this_node(environment: MutableMapping[str, str]) -> int:
     """Return the number of SLURM tasks on this node, from the first complete list: the job step's,
-    then the job's. "4(x3),2" is 4, 4, 4, 2."""
+    then the job's. "4(x3),2" means nodes with 4, 4, 4 and 2 tasks."""
     num_tasks, node = int(environment["SLURM_NTASKS"]), int(environment.get("SLURM_NODEID", "0"))
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         parts = [_TASKS.fullmatch(part) for part in environment.get(name, "").split(",")]

@@ -1,10 +1,10 @@
 """Command line of `pretrain recommend`. Slow work, with torch, runs in other processes.
 
-1. Images become a dataset with `data_prep build`. A dataset is used unchanged. The files of a
-   published dataset come from `data_prep fetch`.
+1. Images become a dataset with `data_prep build`. An existing dataset is used unchanged. The files
+   of a published dataset come from `data_prep fetch`.
 2. recipe.py chooses the settings. An existing config is replaced only with `--overwrite`;
    otherwise the differences are printed.
-3. A few steps of the training are timed in a temporary directory (for a probe, steps of a tuning).
+3. A few training steps are timed in a temporary directory (for a probe, steps of a fine-tuning).
 4. The config is written atomically. The last line is the training command.
 """
 
@@ -121,7 +121,10 @@ def _write_config(
     print("\n".join([f"{path}: written, with a reason for each choice", *facts[1:]]))
     if card is None and data.num_train < recipe.FEW:
         print(recipe.EXPECTED)
-        print(f"To use weights: pretrain recommend {shlex.quote(str(data.directory))} --from RUN")
+        print(
+            "To use pretrained weights: pretrain recommend"
+            f" {shlex.quote(str(data.directory))} --from RUN"
+        )
         print(recipe.WEIGHTS)
     print(next_line)
     return 0
@@ -133,7 +136,7 @@ def _build(options: argparse.Namespace, out: Path, *, card: ModelCard | None) ->
         if code := _run(["data_prep", "fetch", str(place)]):
             return code
         settings = CATALOG[str(place)].build_settings() | {"source.labels": options.labels}
-        what, size, reason = "images", settings["image_size"], "its usual size"
+        what, size, reason = "images", settings["image_size"], "the dataset's usual size"
     else:
         pictures = _pictures_in(place, options.labels)
         what, (size, reason) = f"{pictures.num_pictures:,} images", recipe.image_size(pictures)
@@ -148,7 +151,7 @@ def _build(options: argparse.Namespace, out: Path, *, card: ModelCard | None) ->
         settings |= {"crop": card.stored_crop, "interpolation": card.stored_interpolation}
         settings |= {"encoding": "jpeg"} if card.stored_crop == "full" else {}
     if options.image_size is not None:
-        size, reason = options.image_size, "given"
+        size, reason = options.image_size, "--image-size"
     settings["image_size"] = size
     words = [f"{key}={in_yaml(value)}" for key, value in settings.items() if value is not None]
     command = ["data_prep", "build", "--out", str(out), *words]
@@ -202,7 +205,7 @@ def _timed(command: list[str], values: dict[str, Any], data: Data) -> str:
     epochs, every = (int(values[key].split()[0]) for key in ("duration", "every"))
     passes, num_evaluations, what = epochs, max(1, epochs // every), f"{epochs} epochs"
     if command[1] == "probe":
-        # features take a third of a tuning's time, and heads about twice as long
+        # the features take a third of a tuning epoch, and the heads two thirds
         passes, num_evaluations, what = 1, 1, "the features and their heads"
     load, cores = os.getloadavg()[0], num_cores()
     how = f"{steps // 2} steps {'of a tuning ' * (verb != command[1])}timed on this machine"

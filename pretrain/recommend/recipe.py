@@ -37,7 +37,7 @@ _MODELS = (
     (200_000, "mlp_b6_wi1024"),
     (2_000_000, "mlp_b12_wi1024"),
 )
-"""Smallest number of training images for each model. The two larger models are only for GPUs."""
+"""Smallest number of training images for each model. The two largest models are only for GPUs."""
 _ON_GPUS = {
     "local_batch": "auto",
     "width_reason": (
@@ -137,13 +137,14 @@ def _common(data: Data, *, name: str, epochs: int, warmup: float, most: int) -> 
 
 
 def num_ranks(machine: Machine, *, batch: int) -> int:
-    """Return the number of processes: one for all cores, or one per GPU (a power of two with at
-    least two images of every batch)."""
+    """Return the number of processes: one without GPUs, otherwise the largest power of two up to
+    the GPU count and half of `batch`."""
     return min(max(1, batch // 2), 1 << max(0, len(machine.gpus).bit_length() - 1))
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
-    """Return the config without lines whose values are missing, with aligned reasons."""
+    """Return the template's config with aligned reasons. Lines whose values are missing are
+    skipped."""
     rows = []
     in_words = {name: in_yaml(value) for name, value in values.items()}
     for line in (Path(__file__).parent / f"{template}.yaml").read_text().splitlines():

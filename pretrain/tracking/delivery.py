@@ -87,8 +87,8 @@ class Position:
         return Position(**json.loads(path.read_text())) if path.exists() else Position()
 
     def is_complete(self, run_dir: Path) -> bool:
-        """Return True if all events and the final status are delivered. An incomplete last line
-        does not count."""
+        """Return True if all events and the final status are delivered. An incomplete last line is
+        ignored."""
         with open(run_dir / JOURNAL, "rb") as journal:
             has_news = bool(_complete_lines(journal, self.offset))
         return not has_news and not self.owed and self.status not in ("", "RUNNING")
@@ -167,7 +167,8 @@ class Delivery:
             self.position.has_ended = status != "RUNNING"
         owed = self.position.owed
         owed += [each for each in events if each["event"] in _FILES and each not in owed]
-        owed.sort(key=lambda event: event["event"] == "version")  # files do not wait for a registry
+        # files do not wait for the model registry
+        owed.sort(key=lambda event: event["event"] == "version")
 
     def _send_file(self, event: dict[str, Any]) -> None:
         path = Path(event["path"])
@@ -299,7 +300,7 @@ def sync(run_dir: Path) -> int:
     identity, before = RunIdentity.read(run_dir), Position.read(run_dir).offset
     queue = Queue(identity.uri, run_dir)
     queue.add(identity.run_key, run_dir)
-    end = (run_dir / JOURNAL).read_bytes().rfind(b"\n") + 1  # a running training writes more
+    end = (run_dir / JOURNAL).read_bytes().rfind(b"\n") + 1  # a running training may write more
     last, last_s = Position.read(run_dir), time.monotonic()
     while True:
         try:
@@ -311,7 +312,7 @@ def sync(run_dir: Path) -> int:
         position = Position.read(run_dir)
         has_arrived = position.offset >= end and is_at_work(run_dir)
         if has_arrived or position.is_complete(run_dir):
-            break  # another process has delivered it
+            break  # another process has delivered the run
         if position != last:
             last, last_s = position, time.monotonic()
         if time.monotonic() - last_s >= _SYNC_LIMIT_S:
@@ -358,7 +359,7 @@ def _main() -> int:
     """Deliver a run. The arguments are the run directory, the time limit after the trainer's end,
     and the sinks."""
     os.nice(10)  # training comes first
-    for number in SIGNALS:  # SLURM signals every process of a step; the pipe ends this process
+    for number in SIGNALS:  # SLURM signals every process of a job step; the pipe ends this process
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the trainer has blocked them
     run_dir, flags = Path(sys.argv[1]), os.O_WRONLY | os.O_APPEND | os.O_CREAT

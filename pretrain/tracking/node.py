@@ -28,14 +28,14 @@ EVERY_S = 10.0
 
 
 class NodeSampler:
-    """Sampler of one node. Network numbers are totals since the first sample. CPU use is the
-    average since the previous sample."""
+    """Sampler of one node. Network totals begin with the sampler. Network rates and CPU use are
+    averages since the previous sample."""
 
     def __init__(self, run_dir: Path):
         self._run_dir, self._gpus = run_dir, open_gpus()
         self._first_traffic = self._traffic = _network()
         self._traffic_s = time.monotonic()
-        psutil.cpu_percent()  # the first call has no earlier sample
+        psutil.cpu_percent()  # the first call only starts the measurement
 
     def sample(self) -> dict[str, float]:
         """Return the metrics without a prefix. Metrics that the node lacks are skipped."""
@@ -128,7 +128,7 @@ def gpu_names() -> list[str]:
 
 def cpu_name() -> str:
     found = re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return found[1] if found else platform.machine()  # ARM has no name
+    return found[1] if found else platform.machine()  # ARM's cpuinfo has no name
 
 
 def describe_hardware() -> str:

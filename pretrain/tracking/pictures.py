@@ -1,7 +1,7 @@
 """Images of a run: the model's input, and the filters of its first layer.
 
 A neuron of the first layer is a filter over the complete image (MLP) or over one patch (Mixer,
-SW-MLP). Scaling MLPs shows that an MLP's filters become local. Other models have no such layer.
+SW-MLP). Other models have no such layer.
 """
 
 from collections.abc import Sequence
@@ -33,15 +33,15 @@ _RED_TO_BLUE = np.array(
 
 
 def filter_side(spec: AnySpec, *, image_size: int) -> int | None:
-    """Return the side of the first layer's filters in pixels, or None without filters."""
+    """Return the side of the first layer's filters in pixels, or None if the model has none."""
     if isinstance(spec, MlpSpec):
         return image_size
     return spec.patch_size if isinstance(spec, MixerSpec | SparseMlpSpec) else None
 
 
 def filters_of(weight_NF: Tensor, *, side: int, color: Color = "furthest") -> NDArray[np.float32]:
-    """Return (N, side, side): one weight for each pixel. The models flatten colors before rows and
-    columns."""
+    """Return (N, side, side): one weight for each pixel. F is the flattened (color, row,
+    column)."""
     colors_N3HW = weight_NF.float().cpu().view(-1, 3, side, side)
     by_N3HW = colors_N3HW.abs() if color == "furthest" else colors_N3HW
     filters: NDArray[np.float32] = colors_N3HW.take_along_dim(
@@ -78,7 +78,10 @@ def draw_filters(
     )
     small, bar = Letters(13), _colored(np.tile(np.linspace(-1, 1, 120), (12, 1)))
     sheet.paste(bar, (MARGIN, MARGIN + 36))
-    facts = f"{-scale:.2g} to {scale:.2g}, {COLORS[color]}; noise: hardly trained; one color: flat"
+    facts = (
+        f"{-scale:.2g} to {scale:.2g}, {COLORS[color]};"
+        " noise means hardly trained; one color means flat"
+    )
     small.draw(sheet, (MARGIN + bar.width + 8, MARGIN + 33), facts, QUIET)
     inside = panel - 2 * MARGIN
     for number, values in enumerate(filters[: columns * columns]):

@@ -80,7 +80,7 @@ def training_tags(
             "The same command resumes the run.",
         ],
         run_dir=Path(settings.run_dir),
-    ) | {"duration": train.duration}  # the parameter keeps the first duration
+    ) | {"duration": train.duration}  # MLflow's parameter keeps the first duration
 
 
 def slurm_tags() -> dict[str, str]:
@@ -94,13 +94,13 @@ def slurm_tags() -> dict[str, str]:
 
 
 KNOWN = ("cifar", "stl10", "tinyimagenet", "mnist", "imagenet1k", "imagenet21k")
-"""Source kinds with a single dataset, however it is named."""
+"""Kinds of sources with a single dataset, whatever its name."""
 
 
 def target_of(manifest: Manifest) -> str:
     """Return the dataset's common name (cifar10, stl10, imagenet1k), or its own name."""
     kind = manifest.source.get("kind")
-    if kind not in KNOWN or manifest.source.get("variant", kind) != kind:  # Fashion-MNIST
+    if kind not in KNOWN or manifest.source.get("variant", kind) != kind:  # e.g. Fashion-MNIST
         return manifest.name
     return f"{kind}{len(manifest.classes)}" if kind == "cifar" else str(kind)
 
@@ -183,7 +183,7 @@ def shown_command(words: list[str]) -> str:
 
 
 def _given(word: str) -> str:
-    """Return the original path of a config. A job reads a copy in cluster/snapshot."""
+    """Return the original path of a config if `word` is a cluster job's copy, otherwise `word`."""
     copy = re.fullmatch(r"([^=]*)/jobs/snapshots/[^/]+(/given)?/(.+)", word)
     if copy is None:
         return word
@@ -193,8 +193,8 @@ def _given(word: str) -> str:
 
 @cache
 def git_commit() -> str:
-    """Return the commit of the running code, with -dirty if the code was changed. A job's snapshot
-    contains its commit."""
+    """Return the commit of the running code, with -dirty if the code was changed. A cluster job's
+    copy of the code contains the commit."""
     here = Path(__file__).parents[1]
     said = here.parent / "COMMIT"
     try:
@@ -202,7 +202,7 @@ def git_commit() -> str:
             return said.read_text().strip() or "unknown"
         if not (
             here.parent / "pyproject.toml"
-        ).exists():  # a repository around the environment is not ours
+        ).exists():  # a git repository around an installed package is not ours
             return f"wide_mlps-{version('wide-mlps')}"
         return subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],

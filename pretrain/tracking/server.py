@@ -24,7 +24,7 @@ from pretrain.tracking.queue import SQLITE, Queue
 from pretrain.tracking.store import Store, files_of, open_database, runs_page
 
 READY_S = 180.0
-"""Seconds that the server may take to start. On an idle node it takes half a minute."""
+"""Seconds that the server may take to start."""
 ENDING_S = 15.0
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
@@ -93,7 +93,7 @@ def _start(database: Path, *, log: Path, host: str, port: int) -> subprocess.Pop
         "--artifacts-destination": files_of(database).as_uri(),
         "--host": host,
         "--port": str(port),
-        "--workers": "1",  # more workers would be more writers
+        "--workers": "1",  # SQLite allows one writer
         "--allowed-hosts": ",".join(f"{name}:{port}" for name in (host, "localhost", "127.0.0.1")),
     }
     words = [word for pair in options.items() for word in pair]

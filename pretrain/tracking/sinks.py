@@ -24,7 +24,7 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """The sinks of one run, with their position in the event log."""
+    """The files of one run for other tools (sinks), and their position in the event log."""
 
     def __init__(self, run_dir: Path, names: Iterable[str]):
         self._journal, self._offset = run_dir / "tracking" / "journal.jsonl", 0
@@ -103,7 +103,7 @@ class Wandb:
         )
         self._run.define_metric(
             "*", step_metric="step"
-        )  # wandb's own step may not decrease, as a node's step numbers may
+        )  # wandb's own step may not decrease, but node metrics count their own steps
         self._code = 0
 
     def write(self, event: dict[str, Any]) -> None:

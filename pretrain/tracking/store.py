@@ -44,9 +44,10 @@ _MAY_PASS = (
     "REQUEST_LIMIT_EXCEEDED",
     "PERMISSION_DENIED",
 )
-"""Errors of a server that fails or cannot be reached. The event is sent again later."""
+"""Errors that may pass: the server fails, is busy or denies access. The event is sent again
+later."""
 for _name in ("mlflow", "alembic"):
-    logging.getLogger(_name).setLevel(logging.CRITICAL)  # errors are raised as well
+    logging.getLogger(_name).setLevel(logging.CRITICAL)  # logged errors are raised, too
 _LONGEST_FAULT = 300
 _SIGNS_OF_DAMAGE = ("malformed", "not a database", "no such table", "no such column")
 _ACCURACIES = ("eval/top1", "eval/class_top1", "probe/test_top1", "probe/test_class_mean")
@@ -242,7 +243,7 @@ def open_database(path: Path) -> None:
             make_database(made, files=files_of(path))
             with open(made, "rb") as source, atomic_file(path) as copy:
                 shutil.copyfileobj(source, copy)
-    uri = f"file:{quote(str(path))}?mode=rw"  # creates no file
+    uri = f"file:{quote(str(path))}?mode=rw"  # does not create a file
     try:
         with closing(sqlite3.connect(uri, uri=True, timeout=20)) as connection:
             revisions = [

@@ -5,7 +5,7 @@ network.
     RUN/tracking/journal.jsonl      the event log, one event a line
     RUN/tracking/pictures/          images
 
-1. A delivery process (delivery.py) runs until the trainer closes the pipe and all events have
+1. A delivery process (delivery.py) runs until the trainer closes the pipe to it and all events have
    arrived. If the process dies, it is restarted after a minute.
 2. Lines are written in the order of the calls from all threads. If the disk accepts no lines (full,
    read-only, lost), they wait in memory. A write that stopped within a line continues at that byte,
@@ -14,7 +14,7 @@ network.
    attempt.
 
 Events are start (params, tags, datasets), params (and tags), metrics, artifact, image, version, and
-end. Each event has its time, so a repeated delivery changes nothing.
+end.
 """
 
 import atexit
@@ -117,8 +117,8 @@ class RunIdentity(Settings):
 
 
 class Tracker:
-    """The tracking of a run, for all threads. Without a run directory (other ranks) every call does
-    nothing. If `settings.enabled` is false, there is only the event log."""
+    """The tracking of a run, for all threads. Other ranks have no run directory, and every call
+    does nothing. If `settings.enabled` is false, there is only the event log."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Tracker:
                 self._append({"event": "metrics", "step": step, "values": fresh})
 
     def system(self, values: dict[str, float], *, node: str | None = None) -> None:
-        """Log the metrics of a node under MLflow's names, with a counter as the step."""
+        """Log the metrics of a node under MLflow's names. The step is the number of the sample."""
         prefix = f"system/{node}/" if node else "system/"
         named = {prefix + name: value for name, value in values.items()}
         with self._lock:
@@ -265,8 +265,7 @@ class Tracker:
 
 
 class _Deliverer(threading.Thread):
-    """The delivery process, and the thread that starts it and restarts it after a crash. Training
-    does not wait while the program loads."""
+    """The delivery process, and the thread that starts it and restarts it after a crash."""
 
     def __init__(self, run_dir: Path, close_timeout_s: float, sinks: Sequence[str]):
         super().__init__(name="tracking", daemon=True)
@@ -286,7 +285,7 @@ class _Deliverer(threading.Thread):
         self.join(self._close_timeout_s + STUCK_S)
         process = self.process
         if process is not None and self.is_alive():
-            process.kill()  # it is stuck in the client of the database
+            process.kill()  # it hangs in the client of the database
             self.join(STUCK_S)
             return "no reply from the database"
         os.close(self._read_end)
@@ -295,7 +294,7 @@ class _Deliverer(threading.Thread):
         return describe(process.returncode) if process.returncode != 0 else ""
 
     def run(self) -> None:
-        # SLURM sends a stop to every process of the step; the process inherits this mask
+        # SLURM signals every process of a job step; the process inherits this mask
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         without = ("RANK", "LOCAL_RANK")
         environment = {name: text for name, text in os.environ.items() if name not in without}
@@ -345,7 +344,7 @@ class Journal:
         self._changed, self._closing = threading.Condition(), False
         self._writer = threading.Thread(target=self._write_lines, name="journal", daemon=True)
         self._writer.start()
-        atexit.register(self.close, timeout_s=2.0)  # for a process that does not close
+        atexit.register(self.close, timeout_s=2.0)  # for a process that ends without `close`
 
     def append(self, event: dict[str, Any]) -> None:
         line = json.dumps(event | {"time_ms": int(time.time() * 1000)}).encode() + b"\n"
@@ -354,7 +353,7 @@ class Journal:
             self._changed.notify_all()
 
     def sync(self, *, timeout_s: float) -> None:
-        """Write all lines to disk. Wait at most `timeout_s`, or less if the disk fails."""
+        """Wait at most `timeout_s` until all lines are written, then sync the file."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting, timeout_s)
         with suppress(OSError):
@@ -379,7 +378,7 @@ class Journal:
                     break
                 lines = bytes(self._waiting)
             try:
-                num_written = os.write(self._descriptor, lines)  # may be a part: the rest is next
+                num_written = os.write(self._descriptor, lines)  # the next pass writes the rest
             except OSError as error:
                 if not has_warned:
                     has_warned = True
@@ -411,5 +410,5 @@ def readable_events(lines: list[bytes]) -> list[dict[str, Any]]:
 
 
 def image_name(key: str) -> str:
-    """Return the name of an image in `last_steps`, which also holds metrics."""
+    """Return the key of an image in `last_steps`, next to the names of metrics."""
     return f"image:{key}"

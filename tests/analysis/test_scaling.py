@@ -351,7 +351,7 @@ def test_points_too_few_for_a_law_are_named_and_drawn(tmp_path: Path, capsys: Ca
     (tmp_path / "points.csv").write_text(csv([1, 10, 100], FALLING[:3]))
     words = ["scaling", str(tmp_path / "points.csv"), "--quick", "--out", str(tmp_path / "laws")]
     assert main(words) == 0
-    assert "compute: 3 amounts of compute cannot fix 3 parameters" in capsys.readouterr().out
+    assert "compute: 3 amounts of compute cannot determine 3 parameters" in capsys.readouterr().out
     facts = json.loads((tmp_path / "laws.json").read_text())
     lacking = facts["targets"]["points"]["too_few_points"]
     names = {"compute", "size", "data", "sum", "repeats", "allocation", "isoFLOP"}

@@ -25,15 +25,17 @@ POINTS = REPOSITORY / "tests/analysis/points"
 AXES = {"width": ("shape", "mixing"), "locality": ("network", "pixels"), "mlp": ("arm",)}
 FINAL_AXES = {"width": ("arm",)}
 Sizes = Callable[[AnySpec], tuple[int, int, int, int]]
+Claims = Callable[[str], ModuleType]
 
 
 @pytest.fixture
-def findings(benchmarks: None) -> ModuleType:
-    return importlib.import_module("findings")
+def claims(benchmarks: None) -> Claims:
+    """Return a function that imports a module of benchmarks/claims/."""
+    return lambda name: importlib.import_module(f"claims.{name}")
 
 
-def test_the_page_has_the_results_of_the_tables(findings: ModuleType) -> None:
-    for name, decide in findings.CLAIMS.items():
+def test_the_page_has_the_results_of_the_tables(benchmarks: None) -> None:
+    for name, decide in importlib.import_module("findings").CLAIMS.items():
         results = pd.read_parquet(POINTS / f"findings_{name}.parquet")
         assert "\n".join(decide(results)) in (PAGES / f"{name}.md").read_text()
 
@@ -55,6 +57,7 @@ def test_every_arm_has_its_best_learning_rate(name: str) -> None:
         pd.read_parquet(POINTS / f"findings_{name}{suffix}.parquet") for suffix in ("_rates", "")
     )
     assert set(rates.split) == {"val"} and set(results.split) == {"test"}
+    results = results[~results.labels.str.contains("untrained")]
     assert not set(rates.seed) & set(results.seed)
     rates["arm"], arms = (
         ["-".join(json.loads(each)[axis] for axis in axes) for each in table.labels]
@@ -68,12 +71,12 @@ def test_every_arm_has_its_best_learning_rate(name: str) -> None:
     assert results.groupby(arms).seed.nunique().min() >= 5
 
 
-def test_a_claim_that_is_not_true_fails(findings: ModuleType) -> None:
+def test_a_claim_that_is_not_true_fails(claims: Claims) -> None:
     """The verdict of every rule, for synthetic errors that rise and that fall with the width."""
     results = pd.read_parquet(POINTS / "findings_width.parquet")
     noise = results.seed.astype(int) * results.channels / 1e7
-    rising = findings.width(results.assign(error=results.width / 1e5 + noise))
-    falling = findings.width(results.assign(error=0.1 - results.width / 1e5 + noise))
+    rising = claims("width").width(results.assign(error=results.width / 1e5 + noise))
+    falling = claims("width").width(results.assign(error=0.1 - results.width / 1e5 + noise))
     verdicts = [
         [line.split(" | ")[-1] for line in lines if line.startswith("| normal | all")]
         for lines in (rising, falling)
@@ -92,23 +95,23 @@ def test_a_claim_that_is_not_true_fails(findings: ModuleType) -> None:
     ],
 )
 def test_the_outcome_of_a_comparison(
-    findings: ModuleType, mean: float, deviation: float, side: str, outcome: str
+    claims: Claims, mean: float, deviation: float, side: str, outcome: str
 ) -> None:
     values = pd.DataFrame({"a": [-1.0, 0, 0, 0, 1]}) * deviation + mean
     values["b"] = 0.0
-    one = findings.difference("1", "", values, "a", "b", side)
-    assert findings.decide([one], set())[0] == {"1": {outcome}}
-    assert findings.decide([one], {"b"})[0] == {"1": {"not tested"}}
+    one = claims("decisions").difference("1", "", values, "a", "b", side)
+    assert claims("decisions").decide([one], set())[0] == {"1": {outcome}}
+    assert claims("decisions").decide([one], {"b"})[0] == {"1": {"not tested"}}
 
 
-def test_the_correction_counts_tested_comparisons_only(findings: ModuleType) -> None:
+def test_the_correction_counts_tested_comparisons_only(claims: Claims) -> None:
     values = pd.DataFrame({"a": [1.0, 2, 3, 4, 5], "b": 0.0, "weak": 0.0})  # one-sided p = 0.0066
     one, *others = (
-        findings.difference(str(rule), "", values, "a", arm, "above")
+        claims("decisions").difference(str(rule), "", values, "a", arm, "above")
         for rule, arm in enumerate(["b", *["weak"] * 9])
     )
-    assert findings.decide([one, *others], {"weak"})[0]["0"] == {"yes"}
-    assert findings.decide([one, *others], set())[0]["0"] == {"undecided"}
+    assert claims("decisions").decide([one, *others], {"weak"})[0]["0"] == {"yes"}
+    assert claims("decisions").decide([one, *others], set())[0]["0"] == {"undecided"}
 
 
 def made_up(rows: Mapping[tuple[str, str], Mapping[str, float]], *axes: str) -> pd.DataFrame:
@@ -139,9 +142,7 @@ def made_up(rows: Mapping[tuple[str, str], Mapping[str, float]], *axes: str) -> 
         ((0.5, 0.4, 0.3, 0.4, 0.5), "a fall with depth is not shown"),
     ],
 )
-def test_the_conclusion_about_depth(
-    findings: ModuleType, gaps: Sequence[float], conclusion: str
-) -> None:
+def test_the_conclusion_about_depth(claims: Claims, gaps: Sequence[float], conclusion: str) -> None:
     rows = {
         (mixing, f"blocks-{2**number}"): {
             "error": 0.14 + gap / 100 * is_permuted,
@@ -152,7 +153,7 @@ def test_the_conclusion_about_depth(
         for mixing, is_permuted in (("normal", False), ("rp", True))
         for number, gap in enumerate(gaps)
     }
-    assert conclusion in findings.depth(made_up(rows, "mixing", "network"))[-1]
+    assert conclusion in claims("depth").depth(made_up(rows, "mixing", "network"))[-1]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_the_conclusion_about_depth(
     ],
 )
 def test_the_conclusion_about_the_gain(
-    findings: ModuleType, default: Sequence[float], effects: Sequence[float], conclusion: str
+    claims: Claims, default: Sequence[float], effects: Sequence[float], conclusion: str
 ) -> None:
     widths = (256, 1_024, 4_096, 8_192, 16_384)
     rows = {
@@ -175,7 +176,7 @@ def test_the_conclusion_about_the_gain(
         for init, is_scaled in (("default", False), ("spectral", True))
         for m, loss, effect in zip(widths, default, effects, strict=True)
     }
-    assert conclusion in "\n".join(findings.gain(made_up(rows, "init", "width")))
+    assert conclusion in "\n".join(claims("gain").gain(made_up(rows, "init", "width")))
 
 
 @pytest.mark.parametrize(
@@ -192,12 +193,13 @@ def test_the_conclusion_about_the_gain(
     ],
 )
 def test_the_conclusion_about_sparse_mlps(
-    findings: ModuleType, change: Mapping[str, float], conclusions: Sequence[str]
+    claims: Claims, change: Mapping[str, float], conclusions: Sequence[str]
 ) -> None:
     """Synthetic errors fall with width. The CKA is 0.5 with `sparse-m1024`, 0.4 with `sparse-p1`,
     and 0.55 between two seeds of one network."""
-    widths = {name: m for each in findings.WIDTHS.values() for name, m in each.items()}
-    networks = dict.fromkeys(("sparse-m2048", *findings.DENSITIES), 1_024) | widths
+    sparse = claims("sparse")
+    widths = {name: m for each in sparse.WIDTHS.values() for name, m in each.items()}
+    networks = dict.fromkeys(("sparse-m2048", *sparse.DENSITIES), 1_024) | widths
     rows = {
         (name,): {"error": 0.1 + 0.01 * (10 - np.log2(m)) + change.get(name, 0) * (name in widths)}
         for name, m in networks.items()
@@ -205,7 +207,7 @@ def test_the_conclusion_about_sparse_mlps(
     results = made_up({name: {"train_loss": 0, **row} for name, row in rows.items()}, "network")
     noise = np.random.default_rng(1)
     results["error"] += noise.normal(0, change.get("noise", 0), len(results))
-    entries = pd.DataFrame(findings.cka_pairs(), columns=["run_a", "run_b"])
+    entries = pd.DataFrame(sparse.cka_pairs(), columns=["run_a", "run_b"])
     is_same = [
         a.partition("-seed")[0] == b.partition("-seed")[0]
         for a, b in zip(entries.run_a, entries.run_b, strict=True)
@@ -215,9 +217,79 @@ def test_the_conclusion_about_sparse_mlps(
     cka = np.where(is_dense, 0.4 + change.get("sparse-p1", 0), cka)
     entries = entries.assign(on_diagonal=True, floor=0.0, cka=cka)
     entries["cka"] += noise.normal(0, 1e-3, len(entries))
-    lines = findings.sparse(results, entries)
+    lines = sparse.sparse(results, entries)
     found = [line.partition(" Mixer: ")[2] for line in lines if " Mixer: " in line]
     assert all(end in line for line, end in zip(found, conclusions, strict=True)), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("law", "conclusions"),
+    [
+        ({}, {"follows", "Dataset", "Repeated"}),
+        ({"alpha": 0.2, "beta": 0.5}, {"does not predict", "Parameters", "Repeated"}),
+        ({"again": 1e4}, {"does not predict", "Dataset"}),
+        ({"largest": 1.2}, {"does not predict", "Dataset", "Repeated"}),
+        ({"floor": 0.45}, {"Not tested"}),
+    ],
+)
+def test_the_conclusion_about_scaling(
+    claims: Claims, monkeypatch: pytest.MonkeyPatch, law: Mapping[str, float], conclusions: set[str]
+) -> None:
+    """Errors of the data-constrained law in which repeated images lose value, with noise."""
+    scaling = claims("scaling")
+    monkeypatch.setattr(scaling, "LOGISTIC_ERRORS", dict.fromkeys(scaling.LOGISTIC_ERRORS, 50.0))
+    shape = {"alpha": 0.9, "beta": 0.3, "again": 5.0, "floor": 0.02, "largest": 1.0} | law
+    epochs, noise = np.arange(4.0, 33, 4), np.random.default_rng(0)
+    seen = 1 + shape["again"] * (1 - np.exp(-(epochs - 1) / shape["again"]))
+    template = pd.read_parquet(POINTS / "findings_mlp.parquet").iloc[0].to_dict()
+    rows = []
+    for size in (62_298, 149_162, 396_618, 742_378, 1_186_442, 2_036_858):
+        for images in scaling.LOGISTIC_ERRORS:
+            errors = shape["floor"] + 0.1 * (size / 1e6) ** -shape["alpha"] * 0.1
+            errors = errors + 0.2 * (images * seen / 1e5) ** -shape["beta"]
+            errors *= shape["largest"] if size == 2_036_858 else 1
+            for seed in range(60, 63):
+                own = {"run": f"{size}-{images}-{seed}", "parameters": size, "images": images}
+                own |= {"weights": own["run"], "multiply_adds": size, "seed": str(seed)}
+                own |= {"test_epochs": epochs, "test_errors": errors + noise.normal(0, 1e-4, 8)}
+                rows.append(template | own)
+    found = scaling.scaling(pd.DataFrame(rows))[-1]
+    words = {"follows", "does not predict", "Dataset", "Parameters", "Repeated", "Not tested"}
+    assert {word for word in words if word in found} == conclusions, found
+
+
+@pytest.mark.parametrize(
+    ("gains", "conclusions"),
+    [
+        ({}, ["the claim holds.", "the claim holds."]),
+        (dict.fromkeys((10, 30, 100), 0.0), ["makes no difference.", "the claim holds."]),
+        ({100: 0.0}, ["holds for 10, 30 images a class only.", "the claim holds."]),
+        ({10: -5.0}, ["harms with 10 images a class.", "the claim holds."]),
+        ({30: 40.0}, ["not tested with 30.", "the claim holds."]),
+    ],
+)
+def test_the_conclusion_about_transfer(
+    claims: Claims,
+    monkeypatch: pytest.MonkeyPatch,
+    gains: Mapping[int, float],
+    conclusions: Sequence[str],
+) -> None:
+    """Gains of 5 points, except `gains` on digits. Errors above 50 % do not beat the baseline."""
+    transfer = claims("transfer")
+    monkeypatch.setattr(transfer, "LOGISTIC_ERRORS", dict.fromkeys(transfer.LOGISTIC_ERRORS, 50.0))
+    rows = {
+        (f"{target}-{number}", start): {"error": 0.3 + gain / 100 * (start == "scratch")}
+        for target in transfer.TARGETS
+        for number in transfer.NUMBERS
+        for gain in [gains.get(number, 5.0) if target == "digits" else 5.0]
+        for start in transfer.STARTS
+    }
+    results = made_up(
+        {arm: {"train_loss": 0, **row} for arm, row in rows.items()}, "labeled", "init"
+    )
+    lines = [line for line in transfer.transfer(results) if line.startswith(("Digits", "Clip art"))]
+    assert all(end in line for line, end in zip(lines, conclusions, strict=True)), lines
 
 
 def sizes_by_macs(spec: AnySpec) -> tuple[int, int, int, int]:

@@ -93,8 +93,8 @@ def test_headers_of_large_members_are_as_tarfile_has_them(num_bytes: int) -> Non
         ("d" * 156 + "/" + "n" * 99, 0, "too long"),
         ("d/" + "n" * 101, 0, "too long"),
         ("d" * 100 + "/", 0, "too long"),
-        ("", 0, "cannot name"),
-        ("a\0b", 0, "cannot name"),
+        ("", 0, "not valid as a file name"),
+        ("a\0b", 0, "not valid as a file name"),
     ],
 )
 def test_what_ustar_cannot_hold_is_refused_by_name(name: str, num_bytes: int, message: str) -> None:

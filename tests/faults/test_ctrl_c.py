@@ -44,7 +44,7 @@ def answered(program: str, kept: str) -> str:
 VERBS = {
     "evaluate": (
         "finetune evaluate pretrained={folder} dataset={shapes}",
-        "nothing is saved; the same command starts again",
+        "nothing is saved; the same command starts from the beginning",
     ),
     "probe": (
         (
@@ -162,6 +162,6 @@ def test_ranks_within_an_evaluation(folder: Path, shapes: Path, tmp_path: Path) 
     said, _ = run.communicate()
     assert [rank.exitcode for rank in run.ranks] == [130, 130]
     assert said.replace("loading torch\n", "") == answered(
-        "finetune", "nothing is saved; the same command starts again"
+        "finetune", "nothing is saved; the same command starts from the beginning"
     )
     assert not (tmp_path / "run" / "result.json").exists()

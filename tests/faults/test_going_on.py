@@ -128,7 +128,7 @@ def test_a_cosine_follows_the_new_length_and_a_shorter_one_is_refused(
             target="tests.faults.test_going_on:slowly",
         )
     )
-    note = "6 -> 8 steps, at step 6; its learning rate jumps from 0 to 0.000146"
+    note = "6 -> 8 steps, at step 6; the learning rate jumps from 0 to 0.000146"
     assert f"run: another length: {note}\n" in said
     events = events_of(run_dir)
     rates = {
@@ -267,7 +267,7 @@ def test_a_kept_checkpoint_is_the_end_of_a_shorter_run_and_a_branch_goes_on_from
         (
             f"{run}@1epochs",
             ("train.seed=1",),
-            "resumes its run, but with other settings (train.seed: 1, was 0)",
+            "needs the settings of its run, but yours differ (train.seed: 1, was 0)",
         ),
         (f"{run}@2epochs", (), f"2 epochs is 35 steps, but {run}@2epochs is at step 35"),
     ):

@@ -190,7 +190,7 @@ def test_a_mixer_that_timm_has_loads_in_timm_alone(tmp_path: Path) -> None:
             export_of(place / "folder", place / "out", formats=("timm",)) / "README.md"
         ).read_text()
         assert "library_name: timm\n" in text and "timm_names" not in text
-        assert ("the residual stream scaled by 0.3162" in text) == (eps != 1e-6)
+        assert ("scales the residual stream by 0.3162" in text) == (eps != 1e-6)
         again = export_of(place / "out", place / "again", formats=("timm",))
         assert (again / "model.safetensors").read_bytes() == (
             place / "out" / "model.safetensors"

@@ -33,7 +33,8 @@ def test_a_node_that_freezes_is_taken_over_from_and_changes_nothing_when_it_wake
         slurm.tell("revive n1")
     assert_same_end(run_dir, undisturbed)
     assert re.search(
-        r"attempt 1 holds this run \(process \d+ on n1, job \d+, attempt 1, since ", slurm.log(job)
+        r"attempt 1 has locked this run \(process \d+ on n1, job \d+, attempt 1, since ",
+        slurm.log(job),
     )
     assert [path.name for path in (run_dir / "starts").iterdir()] == ["0002"]
     events = map(json.loads, (run_dir / "tracking/journal.jsonl").read_text().splitlines())

@@ -33,7 +33,8 @@ def average_over_ranks(model: nn.Module) -> None:
     """Replace each running average by its mean over all ranks, before the averages are used or
     saved.
 
-    Running averages are linear in the samples, so the number of calls does not matter.
+    Running averages are linear in the samples, so the result does not depend on the number of
+    calls.
     """
     for value in _buffers_of(model).values():
         if value.is_floating_point():

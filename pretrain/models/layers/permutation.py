@@ -42,7 +42,7 @@ class Permutation(nn.Module):
         return _Gather.apply(x_BM, self.index, self.inverse)  # type: ignore[no-untyped-call]
 
     def invert(self) -> None:
-        self.index = self.index.to(torch.int32)  # `assign=True` may change the integer type
+        self.index = self.index.to(torch.int32)  # `assign=True` may load another integer type
         self.inverse = inverse_of(self.index)
 
 
@@ -82,8 +82,8 @@ def _(x_BM: Tensor, index: Tensor) -> Tensor:
 
 
 def _take(x_BM: Tensor, index: Tensor) -> Tensor:
-    """Gather columns. On a CPU, hide the gather from Inductor: its fused loops would be scalar (a
-    step takes 1.7 times as long)."""
+    """Gather columns. On a CPU, hide the gather from Inductor: its fused loops would be scalar, and
+    a step would take 1.7 times as long."""
     if x_BM.device.type == "cpu" and torch.compiler.is_dynamo_compiling():
         return take_columns(x_BM, index)
     return x_BM.index_select(1, index)

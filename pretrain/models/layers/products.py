@@ -1,5 +1,5 @@
 """Switch TF32 on or off for fp32 matrix products and convolutions on a GPU. TF32 has a 10-bit
-mantissa and is several times faster.
+mantissa and is much faster.
 
 torch's switches are global, but augmentation and model run in different threads at the same time. A
 lock lets only one thread at a time set the switches and launch kernels.

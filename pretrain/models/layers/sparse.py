@@ -57,7 +57,7 @@ class Connections:
 
     @property
     def rows(self) -> Tensor:
-        """Return the output of every connection (int64), by operations that ONNX supports."""
+        """Return the row (output) of every connection (int64), by operations that ONNX supports."""
         starts = self.row_starts[1:-1].long()
         steps = torch.zeros(self.columns.shape[0] + 1, dtype=torch.int64, device=starts.device)
         return steps.scatter_add(0, starts, torch.ones_like(starts)).cumsum(0)[:-1]
@@ -121,7 +121,8 @@ def draw_connections(num_inputs: int, *, num_outputs: int, density: float) -> Co
 
 
 def _draw_places(size: int, *, density: float) -> Tensor:
-    """Draw ascending positions below `size`, on the CPU, from their geometric gaps."""
+    """Draw ascending positions below `size`, on the CPU. The gaps between them are geometrically
+    distributed."""
     if density == 1:
         return torch.arange(size, device="cpu")
     num_gaps = int(size * density + 6 * (size * density) ** 0.5 + 16)
@@ -195,7 +196,7 @@ def _(
 def sampled_product(
     left_MB: Tensor, right_NB: Tensor, starts: Tensor, columns: Tensor, like: Tensor
 ) -> Tensor:
-    """Return the entries of left right^T at the connections, in the type of `like`."""
+    """Return the entries of left right^T at the connections, in the dtype of `like`."""
     pattern = _compressed_rows(like, starts, columns, num_columns=len(right_NB))
     left, right = _computed(left_MB).to(pattern.dtype), _computed(right_NB).to(pattern.dtype)
     sampled: Tensor = torch.sparse.sampled_addmm(pattern, left, right.T, beta=0.0)

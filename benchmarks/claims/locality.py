@@ -1,0 +1,56 @@
+import pandas as pd
+from claims.decisions import (
+    Comparison,
+    conclude,
+    decide,
+    difference,
+    errors_and_rates,
+    interval,
+    titled,
+    weak_arms,
+    with_interval,
+)
+from frame import markdown
+
+
+def locality(results: pd.DataFrame) -> list[str]:
+    """Decide the claim of docs/findings/locality.md."""
+    errors, rates = errors_and_rates(results, ("pixels", "network"), 120)
+    in_order, permuted = errors["in-order"], errors["permuted"]
+    cost = permuted - in_order
+    weak = weak_arms(in_order)
+    outcomes, decisions = decide(
+        [
+            Comparison("2", "cost: `mixer`", cost["mixer"], "above", ("mixer",)),
+            difference("3", "cost: ", cost, "mixer", "rp", "above"),
+            difference("3", "cost: ", cost, "mixer", "sparse", "above"),
+            Comparison("4", "cost: `kronecker-2`", cost["kronecker-2"], "above", ("kronecker-2",)),
+            difference("4", "cost: ", cost, "kronecker-2", "monarch-2", "above"),
+            difference("5", "permuted: ", permuted, "sparse", "dense-patch", "below"),
+            difference("6", "permuted: ", permuted, "mixer", "dense-patch-small", "below"),
+        ],
+        weak,
+    )
+    conclusion = conclude(
+        {
+            "Width by itself does not explain the Mixer's error.": outcomes["2"] == {"yes"},
+            "Locality does not explain the Mixer's error.": outcomes["2"] == {"equal"},
+            "Permuted pixels help the Mixer.": outcomes["2"] == {"reversed"},
+            "Width helps without locality.": outcomes["5"] == {"yes"},
+            "Width does not help without locality.": outcomes["5"] == {"equal"},
+        }
+    )
+    controls = {name: interval(cost[name]) for name in ("dense", "dense-2")}
+    if any(low > 1 or high < -1 for _, low, high in controls.values()):
+        conclusion = "The control fails, so the rules are not tested."
+    table = [
+        [
+            titled(name, weak),
+            *(with_interval(each[name]) for each in (in_order, permuted)),
+            with_interval(cost[name], "+"),
+            f"{rates['in-order', name]:g} / {rates['permuted', name]:g}",
+        ]
+        for name in rates["in-order"].index
+    ]
+    header = ("network", "in order", "permuted", "cost", "learning rates")
+    return [*markdown(header, table), "", *decisions, "", conclusion]
