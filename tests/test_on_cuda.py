@@ -55,8 +55,8 @@ def on(device: torch.device, found: Any) -> None:
 def moved(
     make: Callable[[], nn.Module], device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """Build a module with numbers (for random masks and orders), and replace them by fake tensors,
-    which `to` cannot do."""
+    """Return a module of fake tensors. It is built with numbers (for random masks and orders), and
+    `to` cannot replace these by fake tensors."""
     with unset_fake_temporarily():
         model = make()
     for module in model.modules():

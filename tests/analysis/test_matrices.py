@@ -202,7 +202,7 @@ def test_matrices_of_a_form_have_no_distance_to_it() -> None:
 
 
 def nearest(weight: np.ndarray, form: str) -> np.ndarray:
-    """Replace each slice by its best approximation of rank 1."""
+    """Return the weight with each slice replaced by its best approximation of rank 1."""
     slices = structure.slices_of(weight, form, **SIDES).numpy()
     left, values, right = np.linalg.svd(slices, full_matrices=False)
     of_rank_1 = (left[..., :1] * values[:, :1, None]) @ right[:, :1]

@@ -111,7 +111,7 @@ def before_end(extra: bytes) -> Change:
 
 
 def header_junk(data: bytes, generator: np.random.Generator) -> bytes:
-    """Insert bytes between the first segments and before the scan."""
+    """Return the JPEG with bytes inserted between the first segments and before the scan."""
     at, junk = data.index(b"\xff\xdb"), bytes(generator.integers(0, 255, 9, dtype=np.uint8))
     scan = data.index(b"\xff\xda")
     return data[:at] + junk + data[at:scan] + junk[:3] + data[scan:]
@@ -122,8 +122,8 @@ def other_jfif(data: bytes, _: np.random.Generator) -> bytes:
 
 
 def other_adobe(data: bytes, _: np.random.Generator) -> bytes:
-    """Add an Adobe marker with an unknown transform. libjpeg assumes YCbCr, which is wrong for
-    CMYK."""
+    """Return the JPEG with an Adobe marker of an unknown transform. libjpeg assumes YCbCr, which is
+    wrong for CMYK."""
     return (
         data[:2] + b"\xff\xee\0\x0eAdobe\0\x64\0\0\0\0\7" + data[2:]
         if b"Adobe" not in data

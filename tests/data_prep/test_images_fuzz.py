@@ -69,7 +69,7 @@ def cut(data: bytearray, generator: np.random.Generator) -> bytes:
 
 
 def splice(data: bytearray, generator: np.random.Generator) -> bytes:
-    """Remove a piece, or repeat it elsewhere."""
+    """Return the data without a piece, or with a piece repeated elsewhere."""
     begin, end, to = sorted(generator.integers(0, len(data), 3).tolist())
     return bytes(
         data[:begin] + data[end:]

@@ -91,8 +91,8 @@ def tiling(
 
 
 def averaged_logits(engine: Any, world: World, state: EngineState) -> dict[str, float]:
-    """Compare logits inside `averaged` with a plain model of the published weights, and the state
-    before and after."""
+    """Return differences: logits inside `averaged` from a plain model of the published weights and
+    from the logits before it, and what remains after it."""
     images = global_batch(7)[0].to(engine.input_dtype)
     before = engine.logits(images)
     with engine.averaged():

@@ -222,8 +222,8 @@ def grown(world: World, stage: int) -> dict[str, Any]:
 
 
 def left_early(world: World, stage: int) -> dict[str, Any]:
-    """End an evaluation by an error, which other ranks may not know, and by an interruption of all
-    ranks."""
+    """Return the number of weight refreshes after an error, which other ranks may not know, and after
+    an interruption of all ranks. Also return what has changed."""
     engine = make_engine(world, stage, "bf16", "adamw", ema_decay=DECAY)
     advance(engine, world, range(2))
     images = global_batch(7)[0].to(engine.input_dtype)

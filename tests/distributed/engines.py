@@ -52,7 +52,7 @@ def make_engine(
     on_device: bool | None = None,
     **settings: Any,
 ) -> Any:
-    """`on_device`: True for our update, False for DeepSpeed's, where both are possible."""
+    """Return an engine. `on_device`: True for our update, False for DeepSpeed's, where both exist."""
     import pretrain.engine.deepspeed
 
     plain_config = pretrain.engine.deepspeed.deepspeed_config

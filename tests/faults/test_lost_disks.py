@@ -108,7 +108,7 @@ def test_every_disk_is_lost_twice_and_the_bits_are_those_of_an_undisturbed_run(
 
 
 def fetched(store: str, place: Path) -> Path:
-    """Copy the remote with the bucket's own client."""
+    """Copy the remote with the bucket's own client. Return the copy's path."""
     import boto3
 
     options = json.loads(store)

@@ -230,7 +230,7 @@ hidden layer. This project has the last model, too."""
 
 
 def timms(hub: Hub, name: str, classes: tuple[str, ...]) -> torch.nn.Module:
-    """Put a model with random weights on the hub by timm's own saver."""
+    """Put a model with random weights on the hub by timm's own saver. Return the model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = timm.create_model(name.partition(".")[0], num_classes=len(classes), **TIMMS[name])

@@ -60,8 +60,8 @@ PATIENCE_S, WORK_S = 3.0, 4.5
 
 
 def patient_case(world: World) -> float:
-    """Let only the first rank work on the one candidate, longer than the timeout of a
-    collective."""
+    """Probe one candidate, on which only the first rank works, longer than a collective's timeout.
+    Return its top-1."""
     start_accelerator(world, timeout_s=PATIENCE_S)
     plain = probe.heads_of
 

@@ -377,7 +377,7 @@ def test_a_path_out_of_a_zip_or_twice_is_refused(tmp_path: Path, name: str) -> N
 
 
 def patched(data: bytes, name: str, *, local: int, central: int, value: int) -> bytes:
-    """Change a 16-bit field of a member's local and central header."""
+    """Return a zip with a 16-bit field of a member's local and central header changed."""
     changed = bytearray(data)
     first, last = data.index(name.encode()) - 30, data.rindex(name.encode()) - 46
     assert (changed[first : first + 4], changed[last : last + 4]) == (b"PK\3\4", b"PK\1\2")
