@@ -32,7 +32,7 @@ AZURITE = (
 )
 SECRET = "c2VjcmV0LXdvcmQ="
 Match = Callable[[str, str], bool]
-"""Match a request's method and address."""
+"""Matches a request by method and address."""
 
 
 @dataclass

@@ -235,7 +235,7 @@ def test_a_bad_transfer_config(
 
 @pytest.fixture(scope="module")
 def lab(shapes: Path, other_shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Configs, datasets and a run for mistakes."""
+    """Configs, datasets and a run for commands with mistakes."""
     lab = tmp_path_factory.mktemp("lab")
     write_classes(lab / "pics", {"ant": 3, "bee": 3})
     for name, target in {"shapes": shapes, "other": other_shapes}.items():

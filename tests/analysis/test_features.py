@@ -134,8 +134,8 @@ def opened(folder: Path, dataset: Path) -> Subject:
 
 
 def mixed_by_hand(model: ImageModel, x: Tensor) -> list[Tensor]:
-    """Return the difference between each mixing's output and its skip path. For a path of several
-    layers: the layers' outputs."""
+    """Return the output of each mixing minus its skip path, and the output of each layer in paths of
+    several layers."""
     found = []
     with torch.no_grad():
         for block in model.blocks:

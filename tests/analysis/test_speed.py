@@ -84,8 +84,7 @@ def test_ratios_are_medians_of_the_ratios_within_a_round() -> None:
 
 
 def test_the_printed_latencies_are_not_those_of_one_image() -> None:
-    """Scaling MLPs, Table 4: latency x throughput would be at most 1 image for images one at a
-    time."""
+    """Scaling MLPs, Table 4: latency x throughput. For single images it would be at most 1."""
     timings = [(name, 0, 1.0, 1.0, math.nan) for name in PUBLISHED]
     rows = summarize(pd.DataFrame(timings, columns=["model", "round", *MEASURED]))
     assert rows.paper_latency_images.round().tolist() == [341, 214, 94, 128]

@@ -83,7 +83,7 @@ OMEGA = {
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plan]:
-    """Load the plans in a directory without runs."""
+    """All plans, loaded in a directory without runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place := tmp_path_factory.mktemp("plans"))
         (place / "configs").symlink_to(REPOSITORY / "configs")

@@ -67,7 +67,7 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def rejects(out: Path) -> dict[str, str]:
-    """Return the reason by path."""
+    """Return the rejection reason of each path."""
     lines = [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
     assert all(len(line["sha256"]) == 64 and line["detail"] for line in lines)
     return {line["path"]: line["reason"] for line in lines}

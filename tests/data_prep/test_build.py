@@ -153,8 +153,8 @@ def test_the_number_of_workers_does_not_change_a_byte(tmp_path: Path) -> None:
 def test_a_killed_build_leaves_no_worker_and_ends_with_the_bytes_of_an_undisturbed_one(
     tmp_path: Path, undisturbed: Path
 ) -> None:
-    """The worker that gets so far kills the build while it draws (300 moments) or writes shards
-    (600)."""
+    """The first worker with that many moments kills the build while it draws (about 300 moments of
+    both workers) or writes shards (600)."""
     strikes: list[tuple[int, Literal["group", "main"]]] = [(70, "main"), (150, "group")]
     for moment, target in strikes:
         with running(

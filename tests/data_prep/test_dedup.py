@@ -49,7 +49,7 @@ def reencoded(picture: Image.Image, quality: int) -> Image.Image:
 
 
 def dedup(directory: Path, *words: str, out: Path) -> list[dict[str, Any]]:
-    """Return the lines of the list."""
+    """Run `dedup`. Return the lines of its list."""
     assert main(["dedup", str(directory), "--workers", "1", "--out", str(out), *words]) == 0
     return [json.loads(line) for line in out.read_text().splitlines()]
 

@@ -118,7 +118,7 @@ def train_step(
 
 
 def advance(engine: Any, world: World, steps: range) -> list[float]:
-    """Return the mean loss of each step."""
+    """Train the steps. Return the mean loss of each."""
     return [
         Exchange(train_step(engine, world, step).loss, 0.0, flag=False, num_bad=0).read().loss
         for step in steps
@@ -175,7 +175,7 @@ def from_all_ranks(value: Any) -> list[Any]:
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Return the largest difference."""
+    """Return the largest absolute difference between tensors of the same name."""
     assert one.keys() == other.keys() and one
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 

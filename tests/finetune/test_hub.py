@@ -58,7 +58,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Return the files to publish: record.json has paths of this machine."""
+    """Return the files to publish, without record.json, which has paths of this machine."""
     paths = [path for path in folder.iterdir() if path.is_file() and path.name != "record.json"]
     return {path.name: path.read_bytes() for path in paths}
 

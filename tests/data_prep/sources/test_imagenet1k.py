@@ -26,7 +26,7 @@ NUMBERS = {1: SYNSETS[2], 2: SYNSETS[0], 3: SYNSETS[1]}
 """The devkit's numbers are not in the order of the wnids."""
 TRUTH = [3, 1, 2, 2, 1]
 WANTED = [1, 2, 0, 0, 2]
-"""TRUTH as places in the sorted wnids."""
+"""TRUTH as indices of the sorted wnids."""
 COUNTS = dict.fromkeys(SYNSETS, 4)
 
 

@@ -1,5 +1,5 @@
-"""Hundreds of damaged archives and files of every published kind are read or rejected with one
-line."""
+"""Each of hundreds of damaged archives and files, of every published kind, is read or rejected with
+a one-line error."""
 
 import gzip
 from collections.abc import Iterator

@@ -27,7 +27,7 @@ NAMES = {
     "TRANSLATE_X": "translate_x_rel",
     "TRANSLATE_Y": "translate_y_rel",
 }
-"""Functions of timm with other names."""
+"""Names in timm of operations that have other names in our code."""
 TIMM = {
     operation: getattr(timm_operations, NAMES.get(operation.name, operation.name.lower()))
     for operation in Operation

@@ -49,7 +49,7 @@ def another_run(words: str) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def first_checkpoint(tmp_path: Path) -> Path:
-    """A directory without a checkpoint accepts other settings."""
+    """A checkpoint directory: without one, a run directory accepts other settings."""
     path = tmp_path / "checkpoints" / "step-00000001"
     path.mkdir(parents=True)
     return path

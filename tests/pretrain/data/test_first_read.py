@@ -48,7 +48,7 @@ def parts_of(dataset: Path) -> tuple[Part, ...]:
 
 
 def flip(dataset: Path) -> None:
-    """Flip a bit of an image that decodes before and after."""
+    """Flip a bit of an image, which still decodes."""
     data = bytearray((dataset / FLIPPED).read_bytes())
     data[700] ^= 1
     (dataset / FLIPPED).write_bytes(data)

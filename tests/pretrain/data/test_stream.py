@@ -376,7 +376,7 @@ COMMANDS = {
     "sshpass -p hush-word ssh me@host cat a.tar": "sshpass",
     "'hush-word' a.tar": "command",
 }
-"""Command of a stream -> the program in the record's name."""
+"""Command of a stream -> its program's name in the record."""
 
 
 @pytest.mark.parametrize(("command", "program"), COMMANDS.items())

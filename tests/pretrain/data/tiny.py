@@ -1,4 +1,4 @@
-"""A dataset and a loader with defaults for tests."""
+"""A built dataset and its loader, with defaults for tests."""
 
 import resource
 from collections.abc import Iterator

@@ -1,5 +1,4 @@
-"""The loss compiled for GPUs equals the plain loss. Blocks for compilation are found in any
-model."""
+"""The loss compiled for GPUs equals the plain loss. The blocks to compile are found in any model."""
 
 import threading
 

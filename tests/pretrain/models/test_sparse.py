@@ -254,7 +254,7 @@ def test_a_checkpoint_brings_its_pattern_into_either_storage(
 
 @BOTH
 def test_a_pattern_that_comes_alone_leaves_the_weights(storage: str) -> None:
-    """An engine restores patterns like this."""
+    """An engine restores a pattern without weights, too."""
     model = tiny(storage=storage, seed=1)
     expected, of_stem = model(images()), gradient_of_stem(model)
     parameters = dict(model.named_parameters())

@@ -214,7 +214,7 @@ def test_long_work_of_one_rank_after_the_other_is_no_hang(monkeypatch: pytest.Mo
 def test_what_stands_still_with_the_whole_process_is_no_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In a suspended job the time without running processes is ignored until the next mark."""
+    """The time of a job's suspension is not part of its stall time until the next mark."""
     clock, progress = [100.0], Progress()
     monkeypatch.setattr("pretrain.ranks.hangs.time.monotonic", lambda: clock[0])
     clock[0] = 9_000.0

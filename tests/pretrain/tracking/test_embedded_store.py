@@ -63,7 +63,7 @@ def write_run(run_dir: Path, *, parent_key: str | None = None) -> str:
 
 
 def sync_apart(*run_dirs: Path) -> list[int | None]:
-    """Synchronize all at the same time, and return the exit codes."""
+    """Synchronize all runs at the same time. Return the exit codes."""
     together = FORK.Barrier(len(run_dirs))
     processes = [
         FORK.Process(target=_meet_and_sync, args=(together, run_dir)) for run_dir in run_dirs
