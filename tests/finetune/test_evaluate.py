@@ -217,8 +217,7 @@ def on_ranks(world: World, pretrained: str, dataset: str, run_dir: str) -> float
 
 @pytest.mark.processes
 def test_three_ranks_give_the_table_of_one(folder: Path, shapes: Path, tmp_path: Path) -> None:
-    """72 images in batches of 5 on 3 ranks: in the last round the second rank has one image, the
-    third none."""
+    """72 images in batches of 5 on 3 ranks: in the last round the ranks have 5, 5 and 2 images."""
     one = judge(folder, shapes, tmp_path / "one", num_views=2)
     found = run_ranks(on_ranks, str(folder), str(shapes), str(tmp_path / "three"), num_ranks=3)
     assert found == [one["eval/top1"], None, None]

@@ -124,7 +124,7 @@ def test_the_order_is_crop_then_erase_then_mix() -> None:
 
 
 def test_auto_augment_fills_with_the_mean_color() -> None:
-    """Translations of level 9 leave bars of this color."""
+    """Translations of level 10 leave bars of the mean color."""
     mean = (0.2, 0.4, 0.6)
     settings = AugmentSettings(flip_probability=0.0, auto_augment="rand-m10-n1-p1-inc1")
     stored = torch.full((400, 16, 16, 3), 255, dtype=torch.uint8)

@@ -75,7 +75,7 @@ def test_block_shuffle_reads_few_blocks_at_a_time() -> None:
     order = Order(6400, 1, "block", 64, 4)
     _, samples = order.locate(np.arange(6400))
     for window in np.split(samples, 25):
-        # 4 blocks of 64 neighbors, shifted together: at most 5 aligned blocks each
+        # a window has 4 blocks of 64 neighbors, and each overlaps at most two aligned blocks
         assert len(np.unique(window // 64)) <= 8
 
 
