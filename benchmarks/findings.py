@@ -12,6 +12,7 @@ import sys
 
 import pandas as pd
 from claims.decisions import TABLES
+from claims.depth import depth
 from claims.locality import locality
 from claims.mlp import mlp
 from claims.sparse import cka_pairs
@@ -20,7 +21,7 @@ from fashion import fit
 
 from analysis.cli import main as analysis
 
-CLAIMS = {"width": width, "locality": locality, "mlp": mlp}
+CLAIMS = {"width": width, "locality": locality, "mlp": mlp, "depth": depth}
 PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0)
 """Values of scikit-learn's C for logistic regression."""
 

@@ -42,8 +42,8 @@ def finish(work: Work) -> None:
 
 
 def has_error(output: str, field: str, code: str) -> bool:
-    """True if a program printed this error ("": with any code). A field may be several words, such
-    as `small.yaml: pretrain: member 1`."""
+    """Return True if a program printed this error. The code "" matches any code. A field may have
+    several words, such as `small.yaml: pretrain: member 1`."""
     lines = [re.sub("^(wide-mlps|cluster/submit): ", "", line) for line in output.splitlines()]
     return any(
         line.startswith(f"{field}: ") and line.endswith(f"[{code}]" * bool(code)) for line in lines

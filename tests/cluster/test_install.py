@@ -339,7 +339,7 @@ def test_install_warns_of_an_old_driver_before_the_download(checkout: Path) -> N
         done = install(
             checkout, "torch", index="http://127.0.0.1:9/", build="cu126", CUDA_DRIVER=driver
         )
-        assert done.returncode == 1  # no index
+        assert done.returncode == 1  # the index is unreachable
         warned[driver] = [line for line in done.stderr.splitlines() if "warning: driver" in line]
     assert len(warned["470.256.02"]) == 1
     assert not warned["550.54"]

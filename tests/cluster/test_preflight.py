@@ -109,7 +109,7 @@ def test_a_node_that_hangs_in_the_all_reduce_is_named_alone(tmp_path: Path) -> N
     assert bad == {"n1": "no answer from its CPU for 6 s"}
 
 
-# ---- what a node checks
+# ---- checks of a node
 
 
 def test_a_directory_that_cannot_be_written_is_reported_with_its_reason(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_as_many_gpus_are_visible_as_slurm_gave_and_what_is_read_is_there(
     ]
 
 
-# ---- who is blamed
+# ---- excluded nodes
 
 
 def findings(*kinds: str) -> list[dict[str, Any]]:

@@ -91,7 +91,7 @@ def test_a_killed_plan_does_what_is_missing_and_new_weights_are_not_finished(
     (weights,) = list_checkpoints(Path("runs/tuned/seed-0"))
     later = write_folder(
         weights.with_name("step-00000009"), other_shapes, step=9
-    )  # its run was made longer
+    )  # as if its run had been extended
     for name in ("knn", "evaluate", "export"):
         assert states(plan)[name] == ["other settings", "finished"]
     with pytest.raises(

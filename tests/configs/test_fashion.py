@@ -1,4 +1,4 @@
-"""README's first result: its table has the committed results."""
+"""The table of README's first result has the committed results."""
 
 import importlib
 from types import ModuleType

@@ -22,7 +22,12 @@ from tests.ranks import REPOSITORY
 
 PAGES = REPOSITORY / "docs/findings"
 POINTS = REPOSITORY / "tests/analysis/points"
-AXES = {"width": ("shape", "mixing"), "locality": ("network", "pixels"), "mlp": ("arm",)}
+AXES = {
+    "width": ("shape", "mixing"),
+    "locality": ("network", "pixels"),
+    "mlp": ("arm",),
+    "depth": ("network", "mixing"),
+}
 FINAL_AXES = {"width": ("arm",)}
 Sizes = Callable[[AnySpec], tuple[int, int, int, int]]
 Claims = Callable[[str], ModuleType]
@@ -236,7 +241,7 @@ def test_the_conclusion_about_sparse_mlps(
 def test_the_conclusion_about_scaling(
     claims: Claims, monkeypatch: pytest.MonkeyPatch, law: Mapping[str, float], conclusions: set[str]
 ) -> None:
-    """Errors of the data-constrained law in which repeated images lose value, with noise."""
+    """Errors follow the law of repeated data, in which repeated images lose value, with noise."""
     scaling = claims("scaling")
     monkeypatch.setattr(scaling, "LOGISTIC_ERRORS", dict.fromkeys(scaling.LOGISTIC_ERRORS, 50.0))
     shape = {"alpha": 0.9, "beta": 0.3, "again": 5.0, "floor": 0.02, "largest": 1.0} | law
@@ -275,7 +280,8 @@ def test_the_conclusion_about_transfer(
     gains: Mapping[int, float],
     conclusions: Sequence[str],
 ) -> None:
-    """Gains of 5 points, except `gains` on digits. Errors above 50 % do not beat the baseline."""
+    """Pretraining lowers errors by 5 percentage points, or by `gains` on digits. Errors above 50 %
+    do not beat the baseline."""
     transfer = claims("transfer")
     monkeypatch.setattr(transfer, "LOGISTIC_ERRORS", dict.fromkeys(transfer.LOGISTIC_ERRORS, 50.0))
     rows = {
@@ -293,7 +299,7 @@ def test_the_conclusion_about_transfer(
 
 
 def sizes_by_macs(spec: AnySpec) -> tuple[int, int, int, int]:
-    """Return the layers, the width, the MACs and the number of parameters of an MLP."""
+    """Return the number of layers, width, MACs and parameters of an MLP."""
     assert isinstance(spec, MlpSpec)
     cost = cost_of(spec, num_classes=10, image_size=32)
     layers = spec.depth * (2 if spec.bottleneck == "inverted" else 1)
@@ -301,14 +307,14 @@ def sizes_by_macs(spec: AnySpec) -> tuple[int, int, int, int]:
 
 
 def sizes_by_omega(spec: AnySpec) -> tuple[int, int, int, int]:
-    """Return the layers, m, Omega and the number of parameters."""
+    """Return the number of layers, m (width), Omega (connections) and the number of parameters."""
     cost = cost_of(spec, num_classes=10, image_size=32)
     width, omega = width_and_connections(spec, image_size=32)
     assert width is not None
     match spec:
         case MixerSpec():
             layers = 2 * spec.depth
-        case StructuredMlpSpec():  # the second layer's factors, as a Mixer's two mixings
+        case StructuredMlpSpec():  # two factors per layer, like a Mixer's two mixings
             layers, omega = 2, width * (spec.num_rows + spec.num_columns) / 2
         case _:
             layers = spec.depth + (spec.depth == 1)  # the first matrix of a shallow MLP is included

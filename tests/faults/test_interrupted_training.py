@@ -116,7 +116,7 @@ def test_killed_at_any_moment_it_ends_at_the_same_bits(
     found, wanted = logged_losses(run_dir), logged_losses(undisturbed)
     assert (
         found.items() <= wanted.items() and last in found
-    )  # a kill may come before the line of its step
+    )  # a kill may come before its step is logged
     assert not list((run_dir / "checkpoints").glob(".tmp-*"))
 
 
@@ -374,7 +374,7 @@ def test_training_outlives_a_full_and_a_read_only_disk(config: Path, small_disk:
     )
     where = str(run_dir)
     subprocess.run(["mount", "--bind", where, where], check=True)
-    read_only = ["mount", "-o", "remount,ro,bind", where]  # busy while the trainer writes there
+    read_only = ["mount", "-o", "remount,ro,bind", where]  # fails while the trainer writes
     wait_until(lambda: subprocess.run(read_only, capture_output=True, check=False).returncode == 0)
     wait_for_word(process, "could not be written (Read-only file system)")
     subprocess.run(["umount", "--lazy", where], check=True)

@@ -1,5 +1,5 @@
-"""Eight kills at random points, each followed by another number of ranks: every sample of every
-epoch exactly once."""
+"""After eight kills at random points, each followed by another number of ranks, every sample of
+every epoch was read exactly once."""
 
 import json
 import subprocess

@@ -76,7 +76,7 @@ class Server:
         ]
         uvicorn.main(
             [*words, "mlflow.server.fastapi_app:app"]
-        )  # as mlflow.server._build_uvicorn_command has it
+        )  # the arguments of mlflow.server._build_uvicorn_command
 
     def answers(self) -> bool:
         try:

@@ -77,7 +77,7 @@ def test_a_merge_whose_part_is_gone_goes_too_and_the_array_can_be_submitted_agai
         *words("again"),
     )
     array = slurm.job(merge)["Dependency"].partition(":")[2].partition("_")[0]
-    slurm("scontrol", "release", merge)  # it still waits for the parts
+    slurm("scontrol", "release", merge)  # the merge still waits for the parts
     slurm("scancel", f"{array}_1")
     slurm("scontrol", "release", f"{array}_0")
     slurm.wait(f"{array}_0", "COMPLETED")

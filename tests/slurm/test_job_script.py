@@ -72,7 +72,7 @@ esac
 while :; do sleep 0.1; done
 """
 SCRIPT = "cluster/pretrain.slurm"
-pytestmark = [pytest.mark.timeout(400), pytest.mark.nightly]  # they wait for SLURM
+pytestmark = [pytest.mark.timeout(400), pytest.mark.nightly]  # scenarios wait for SLURM
 
 
 Scenario = Callable[[Cluster], None]

@@ -56,7 +56,7 @@ def test_fewer_nodes_go_on_where_that_was_asked_for(
         "tracking.enabled=false",
     )
     await_progress(slurm, job, run_dir, start=1)
-    slurm.tell("crash n1")  # where the job's script runs
+    slurm.tell("crash n1")  # the job's script runs on n1
     try:
         slurm.wait_for(job, "attempt 2: 1 x 1 ranks on n2")
     finally:

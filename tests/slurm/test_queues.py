@@ -83,7 +83,7 @@ def test_each_member_of_a_plan_larger_than_the_queue_runs_once(lab: Cluster) -> 
     (lab.root / "kill").write_text("3")
     assert lab.submit("--no-requeue", "large.yaml").returncode == -9
     cut = lab("squeue", "-h", "-r", "-o", "%i").splitlines()
-    assert len(cut) == 3  # the parts of the dataset and their merge
+    assert len(cut) == 3  # the dataset's parts and merge
     began = lab.submit("--no-requeue", "large.yaml")
     assert began.returncode == 0 and "the rest of the plan" in began.stdout, began
     queued = lab("squeue", "-h", "-r", "-o", "%i").splitlines()
@@ -100,7 +100,7 @@ def test_each_member_of_a_plan_larger_than_the_queue_runs_once(lab: Cluster) -> 
     assert done == {*"01245"}
     assert not (lab.root / "down").exists() and "this queue does not requeue jobs" in logs(lab)
     lines = lab("squeue", "-h", "-r", "--states=all", "-o", "%j %S %e %T").splitlines()
-    lines = [line for line in lines if "CANCELLED" not in line]  # their "start" is no start
+    lines = [line for line in lines if "CANCELLED" not in line]  # cancelled jobs never started
     ends = [line.split()[2] for line in lines if line.startswith("data_prep")]
     starts = [line.split()[1] for line in lines if line.startswith("grid")]
     assert len(ends) == 3 and max(ends) <= min(starts)

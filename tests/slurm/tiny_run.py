@@ -18,7 +18,7 @@ def end_of(run_dir: Path, file: str = "model.safetensors") -> dict[str, torch.Te
 
 
 def assert_same_end(run_dir: Path, reference: Path) -> None:
-    """Both runs are finished, with the same bits in weights and optimizer."""
+    """Check that both runs are finished with the same bits in weights and optimizer state."""
     for file in ("model.safetensors", "optimizer.safetensors"):
         theirs, ours = end_of(reference, file), end_of(run_dir, file)
         assert theirs.keys() == ours.keys()
