@@ -81,8 +81,8 @@ class RunIdentity(Settings):
         parent_dir: Path | None = None,
     ) -> "RunIdentity":
         """Return the identity of a run, and create it if it is missing. The parent is the run in
-        `parent_dir`, otherwise the run with `parent_key`. A child uses its parent's database by
-        default."""
+        `parent_dir`, otherwise the run with `parent_key`. Without `uri` and MLFLOW_TRACKING_URI,
+        the run uses the database of `parent_dir`."""
         known = RunIdentity.known(run_dir)
         if known is not None:
             return known
