@@ -94,10 +94,11 @@ class Entry(Settings):
     pretraining run, a part of a node for other runs."""
     gpus: int | None = Field(None, ge=0, examples=[4])
     """Number of GPUs for each run on SLURM, all on one node. The run gets the same fraction of the
-    node's CPUs and memory. null: one GPU, or none for an export. Not valid in `prepare`."""
+    node's CPUs and memory. null: one GPU, none for an export, all GPUs of the node for an entry
+    with one pretraining run. Not valid in `prepare`."""
     sbatch: tuple[str, ...] = Field((), examples=[["--time=24:00:00"]])
-    """More options of sbatch for this entry, such as --time=24:00:00, or --array=0-31 to build a
-    dataset in 32 tasks."""
+    """More options of sbatch for this entry, for example --array=0-31 to build a dataset in 32
+    tasks."""
 
     @property
     def is_grid(self) -> bool:
@@ -261,8 +262,8 @@ class Plan:
         return sorted({work.config for stage in self.stages for work in stage.works})
 
     def after(self, stage: Stage) -> list[Stage]:
-        """Return the stages that write the inputs of a stage. An export also waits for evaluations
-        of its checkpoint, because the model card shows their results."""
+        """Return the stages that write the inputs of a stage and, for an export, the stages that
+        use its checkpoint."""
         read = [
             place_of(run_and_length(path)[0]) for work in stage.works for path in work.reads_from
         ]
