@@ -541,7 +541,7 @@ class TrainSettings(Settings):
     seed: int = Field(0, ge=0)
     """Seed of the initial weights, the sample order and the augmentation."""
     eval_every: Cadence = "1 epochs"
-    """Interval between evaluations on data.eval_split."""
+    """Interval between evaluations on data.eval_split. The last step is also evaluated."""
     log_every_steps: int = Field(10, ge=1)
     """Number of steps between two logged values of loss, learning rate and throughput."""
     max_skipped_steps: int = Field(20, ge=1)

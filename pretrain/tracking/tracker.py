@@ -117,8 +117,8 @@ class RunIdentity(Settings):
 
 
 class Tracker:
-    """The tracking of a run, for all threads. Other ranks have no run directory, and every call
-    does nothing. If `settings.enabled` is false, there is only the event log."""
+    """The tracking of a run, for all threads. On ranks without a run directory, calls do nothing.
+    If `settings.enabled` is false, there is only the event log."""
 
     def __init__(
         self,
