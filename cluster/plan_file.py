@@ -81,7 +81,7 @@ class Entry(Settings):
     {setting: value, ...}, ...}). Every combination is a run. Not valid in `prepare`."""
     seeds: tuple[int, ...] | None = Field(None, min_length=1, examples=[[0, 1, 2]])
     """Repeat each run with these seeds, which set train.seed (pretrain, finetune), the seed of the
-    heads (probe) or of the views (evaluate). Not valid in `prepare`."""
+    heads (probe) or of the views (evaluate). Not valid in `prepare`, `knn` and `export`."""
     run_dir: str | None = Field(None, examples=["runs/plans/{name}/seed-{seed}"])
     """Run directory (or export) of each run; required for a grid. {name} is the name of the plan
     file, {seed} the seed, {AXIS} the label on a grid axis, such as {optimizer.lr}. Not valid in
@@ -94,8 +94,8 @@ class Entry(Settings):
     pretraining run, a part of a node for other runs."""
     gpus: int | None = Field(None, ge=0, examples=[4])
     """Number of GPUs for each run on SLURM, all on one node. The run gets the same fraction of the
-    node's CPUs and memory. null: one GPU, none for an export, all GPUs of the node for an entry
-    with one pretraining run. Not valid in `prepare`."""
+    node's CPUs and memory. null: one GPU, none for an export, a complete node for one pretraining
+    run. Not valid in `prepare`."""
     sbatch: tuple[str, ...] = Field((), examples=[["--time=24:00:00"]])
     """More options of sbatch for this entry, for example --array=0-31 to build a dataset in 32
     tasks."""
@@ -329,7 +329,7 @@ def load_plan(path: str, *, is_demo: bool = False, snapshot: Path | None = None)
 
 
 def load_checked(path: str, snapshot: Path | None = None, *, is_demo: bool = False) -> Plan:
-    """Read a plan and check it completely. Raise one SettingsError that contains every mistake."""
+    """Read a plan and check it completely. Raise one SettingsError with up to 20 mistakes."""
     plan = load_plan(path, is_demo=is_demo, snapshot=snapshot)
     if errors := [*_problems(plan)]:
         raise in_file(path, *errors[:20])
