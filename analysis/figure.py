@@ -117,8 +117,8 @@ def _cka(plan: Plan, *, partial: bool) -> Result:
 
 
 def _pairs(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield pairs of a run of the first pretraining entry and a run of another entry with the same
-    values on common axes."""
+    """Yield pairs of runs with the same values on common axes: one run of the first pretraining
+    entry, one of another entry."""
     first, *others = [stage for stage in plan.stages if stage.kind == "pretrain"]
     for one in first.members:
         for other in (member for stage in others for member in stage.members):

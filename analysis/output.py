@@ -56,7 +56,7 @@ class Result:
     printed: "Sequence[str | DataFrame]" = ()
     page: str = ""
     results: "DataFrame | None" = None
-    """The results table of a plan's figure, saved as NAME-results.parquet."""
+    """The results table of a plan's figure."""
 
 
 def show(result: Result) -> None:

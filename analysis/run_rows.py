@@ -177,7 +177,8 @@ def is_augmented(run: Run) -> bool:
 
 
 def _rows_of_training(run: Run, row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each milestone with an evaluation in the event log, and one for the end."""
+    """Return a row for the end and, given milestones, for each kept checkpoint with an evaluation
+    in the event log."""
     row["weights"] = str(run.directory)
     last, rows = int(run.result.get("step", 0)), []
     _, losses, accuracies = (dict(zip(*curve, strict=True)) for curve in run.curves(*CURVES))

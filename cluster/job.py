@@ -262,7 +262,7 @@ class Job:
     # ---- ranks
 
     def place_ranks(self, per_node: int | None = None) -> None:
-        """Set the number of ranks, CPUs per rank, and the address of rank 0 (MASTER_ADDR and
+        """Set the ranks per node, the CPUs per rank, and the address of rank 0 (MASTER_ADDR and
         MASTER_PORT)."""
         environment = os.environ
         self.ranks = per_node or self.at.ranks_per_node or self.at.gpus or 1

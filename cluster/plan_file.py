@@ -81,7 +81,7 @@ class Entry(Settings):
     {setting: value, ...}, ...}). Every combination is a run. Not valid in `prepare`."""
     seeds: tuple[int, ...] | None = Field(None, min_length=1, examples=[[0, 1, 2]])
     """Repeat each run with these seeds, which set train.seed (pretrain, finetune), the seed of the
-    heads (probe) or of the views (evaluate). Not valid in `prepare`."""
+    heads (probe) or of the views (evaluate). Not valid in `prepare`, `knn` and `export`."""
     run_dir: str | None = Field(None, examples=["runs/plans/{name}/seed-{seed}"])
     """Run directory (or export) of each run; required for a grid. {name} is the name of the plan
     file, {seed} the seed, {AXIS} the label on a grid axis, such as {optimizer.lr}. Not valid in
@@ -94,10 +94,11 @@ class Entry(Settings):
     pretraining run, a part of a node for other runs."""
     gpus: int | None = Field(None, ge=0, examples=[4])
     """Number of GPUs for each run on SLURM, all on one node. The run gets the same fraction of the
-    node's CPUs and memory. null: one GPU, or none for an export. Not valid in `prepare`."""
+    node's CPUs and memory. null: one GPU, none for an export, a complete node for one pretraining
+    run. Not valid in `prepare`."""
     sbatch: tuple[str, ...] = Field((), examples=[["--time=24:00:00"]])
-    """More options of sbatch for this entry, such as --time=24:00:00, or --array=0-31 to build a
-    dataset in 32 tasks."""
+    """More options of sbatch for this entry, for example --array=0-31 to build a dataset in 32
+    tasks."""
 
     @property
     def is_grid(self) -> bool:
@@ -261,8 +262,8 @@ class Plan:
         return sorted({work.config for stage in self.stages for work in stage.works})
 
     def after(self, stage: Stage) -> list[Stage]:
-        """Return the stages that write the inputs of a stage. An export also waits for evaluations
-        of its checkpoint, because the model card shows their results."""
+        """Return the stages that write the inputs of a stage and, for an export, the stages that
+        use its checkpoint."""
         read = [
             place_of(run_and_length(path)[0]) for work in stage.works for path in work.reads_from
         ]
@@ -328,7 +329,7 @@ def load_plan(path: str, *, is_demo: bool = False, snapshot: Path | None = None)
 
 
 def load_checked(path: str, snapshot: Path | None = None, *, is_demo: bool = False) -> Plan:
-    """Read a plan and check it completely. Raise one SettingsError that contains every mistake."""
+    """Read a plan and check it completely. Raise one SettingsError with up to 20 mistakes."""
     plan = load_plan(path, is_demo=is_demo, snapshot=snapshot)
     if errors := [*_problems(plan)]:
         raise in_file(path, *errors[:20])

@@ -157,7 +157,7 @@ class Manifest(Settings):
     name: str
     source: dict[str, Any]
     config: dict[str, Any] = Field(default_factory=dict)
-    """Settings of `build` that determine the bytes; {} for a subset."""
+    """Settings of `build` or `index` that determine the content; {} for a subset."""
     seed: int
     encoding: Encoding
     image_size: int
@@ -180,7 +180,7 @@ class Manifest(Settings):
     """Largest accepted fraction of rejected inputs; `build`, `index` and `merge` fail above it."""
     rejected_sha256: str
     plan_hash: str
-    """Hash of the config and of the list of inputs. Equal hashes mean equal bytes."""
+    """Hash of the config and of the list of inputs."""
 
     # not cached: model_copy would copy the hash to a manifest with other content
 
@@ -191,7 +191,7 @@ class Manifest(Settings):
 
     @property
     def content_hash(self) -> str:
-        """Hash of the samples and their order only, without names and paths."""
+        """Hash of the samples, their order, classes and annotations, without file names."""
         splits = {
             name: {
                 "shards": [[shard.sha256, shard.index_sha256] for shard in split.shards],
@@ -205,7 +205,7 @@ class Manifest(Settings):
 
     @property
     def pixels_hash(self) -> str:
-        """Hash of the samples and of the settings that resize them when they are read."""
+        """Hash of the content and of the settings that resize and normalize it in readers."""
         reading = self.model_dump(
             mode="json",
             include={"image_size", "crop", "interpolation", "channel_mean", "channel_std"},

@@ -33,7 +33,6 @@ TEMPORARY_PREFIX = ".tmp-"
 REPLACED = "replaced-"
 """Start (after the prefix) of an old directory's name while a new directory replaces it."""
 HASHED_BYTES = 4 << 20
-"""Block size for hashing, in bytes."""
 
 
 def _temporary_of(path: Path, kind: str) -> Path:

@@ -112,7 +112,6 @@ def num_cores() -> int:
 
 
 NumWorkers = Annotated[int, Field(ge=0), AfterValidator(lambda value: value or num_cores())]
-"""Number of worker processes; 0 means one per core."""
 
 
 def read_lines(field: str, file: str, *, spelled: bool = False) -> list[str]:

@@ -1,5 +1,4 @@
-"""Settings that probe, knn and evaluate share, and the input format of a frozen model. No torch is
-imported."""
+"""Settings that probe, knn and evaluate share, and the input format of a frozen model."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""Options and steps that the commands of `finetune` share. No torch is imported."""
+"""Options and steps that the commands of `finetune` share."""
 
 import argparse
 import os

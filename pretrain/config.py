@@ -136,7 +136,7 @@ class ReadingSettings(Settings):
 
     dataset: Address = Field(examples=["data/mine"])
     """Directory or URL of a dataset that `data_prep build` or `data_prep index` made, for example
-    data/mine or gs://bucket/mine."""
+    gs://bucket/mine."""
     cache_dir: str | None = Field(None, examples=["/scratch/shards"])
     """Directory for copies of remote shards, shared by all ranks and jobs of a node, and for the
     index of a remote dataset. Default: shards in the system's temporary directory, the index in
@@ -249,7 +249,7 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
     window_blocks: int = Field(16, ge=1)
     """Number of blocks whose samples are mixed with each other (shuffle=block only)."""
     canonical_streams: int = Field(1, ge=1)
-    """Number of ranges into which the shards are divided. Each range has its own sample order.
+    """Number of ranges into which the samples are divided. Each range has its own sample order.
     Every batch takes an equal part from each range, so batches do not depend on the number of
     nodes. Choose a multiple of the largest number of nodes: each node then reads only its own
     ranges. If the ranges of a node exceed its cache, add data.shuffle=block and set data.block_size
@@ -393,7 +393,8 @@ class AugmentSettings(Settings):
 
     @property
     def is_crop_flip_mixup(self) -> bool:
-        """True if only crop, flip and MixUp are on. One pass then computes all three."""
+        """True if only crop (bilinear or area), flip and MixUp are on. One pass then computes all
+        three."""
         others = self.crop_padding or self.auto_augment or self.erase_probability > 0
         return (
             not others
@@ -505,8 +506,7 @@ class ScheduleSettings(Settings):
     """Length of the linear warm-up to optimizer.lr. If it is not shorter than the run, the warm-up
     is a tenth of the run."""
     warmup_from: float | None = Field(None, ge=0, examples=[1e-06])
-    """Learning rate of the first step (default: optimizer.lr divided by the number of warm-up
-    steps)."""
+    """Learning rate of the first step (default: optimizer.lr / (warm-up steps + 1))."""
     final_lr: float = Field(0.0, ge=0)
     """Learning rate at the end of cosine, linear and wsd."""
     cooldown: Duration = Field("0 steps", examples=["10 epochs"])
@@ -534,14 +534,14 @@ class TrainSettings(Settings):
         Field(None, examples=["auto", 64])
     )
     """Number of samples in a micro-batch of one rank (default: all samples that the rank has in a
-    step). auto: the largest number that fits into memory, measured when the run begins. The global
+    step). auto: halve the default until a step fits into memory, when the run begins. The global
     batch stays the same."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Label smoothing: fraction of the target that is spread over all classes. 0: off."""
     seed: int = Field(0, ge=0)
     """Seed of the initial weights, the sample order and the augmentation."""
     eval_every: Cadence = "1 epochs"
-    """Interval between evaluations on data.eval_split."""
+    """Interval between evaluations on data.eval_split. The last step is also evaluated."""
     log_every_steps: int = Field(10, ge=1)
     """Number of steps between two logged values of loss, learning rate and throughput."""
     max_skipped_steps: int = Field(20, ge=1)
@@ -550,10 +550,10 @@ class TrainSettings(Settings):
     loader_threads: int | None = Field(None, ge=1, examples=[4])
     """Number of threads per rank that decode images (default: number of cores per rank)."""
     prefetch_batches: int = Field(4, ge=1)
-    """Number of batches that are loaded in advance."""
+    """Number of micro-batches that each rank loads in advance."""
     ema_decay: float | None = Field(None, gt=0, lt=1, examples=[0.9999])
-    """Decay of an exponential moving average of the weights, for example 0.9999. The average is
-    evaluated and published instead of the weights."""
+    """Decay of an exponential moving average of the weights. The average is evaluated and published
+    instead of the weights."""
 
 
 class PassSettings(RanksSettings):
@@ -605,7 +605,7 @@ class CheckpointSettings(Settings):
     """Number of newest checkpoints to keep. If the newest checkpoint is damaged, training resumes
     from the previous one."""
     keep_every: Cadence | None = Field(None, examples=["50 epochs"])
-    """Interval between checkpoints that are kept forever, for example 50 epochs."""
+    """Interval between checkpoints that are kept forever."""
     milestones: tuple[Duration, ...] = Field((), examples=[["50 epochs", "100 epochs"]])
     """Training lengths at which a checkpoint is saved and kept forever. RUN@50epochs selects the
     checkpoint at 50 epochs. If the learning rate is constant, the checkpoint equals, bit for bit,
@@ -654,8 +654,8 @@ class TrackingSettings(Settings):
     uri: Annotated[str, _kept_out(OF_SERVER)] | None = Field(
         None, examples=["sqlite:///runs/mlflow.db"]
     )
-    """MLflow database or server (default: MLFLOW_TRACKING_URI, otherwise mlflow.db next to the run
-    directory)."""
+    """MLflow database or server. Default: MLFLOW_TRACKING_URI, otherwise mlflow.db next to the run
+    directory (`finetune`: the database of the run that trained the weights)."""
     sinks: tuple[SinkName, ...] = Field((), examples=[["tensorboard"]])
     """Other tools for which the run writes files to RUN/tracking. `pretrain sync RUN --to TOOL`
     writes the files after the run."""
@@ -756,9 +756,10 @@ class TrainingSettings(Settings):
 class PretrainSettings(TrainingSettings):
     of_verb = "pretrain train"
     start_from: str | None = Field(None, examples=["runs/mine"])
-    """Run, or folder of weights, to begin with. The model must be the same. The head is loaded if
-    the classes are the same. RUN@50epochs also continues the optimizer and the data position. Use
-    it to branch a run with another schedule or length. A resume does not read start_from again."""
+    """Run, checkpoint, folder of weights, or hf-hub:USER/NAME to begin with. The model must be the
+    same. The head is loaded if the classes are the same. RUN@50epochs also continues the optimizer
+    and the data position. Use it to branch a run with another schedule or length. A resume does not
+    read start_from again."""
     model: Annotated[
         ModelSpec,
         BeforeValidator(expand_preset, json_schema_input_type=NamedModel | OwnModel | ModelSpec),

@@ -33,7 +33,7 @@ RecordedTask = Literal["pretrain", "probe", "tune", "knn", "evaluate", "export"]
 
 
 class RecordSettings(Settings):
-    """Position of a run in a plan, set by `cluster/submit`."""
+    """Position of a run in a plan. The plan sets these values."""
 
     plan: str | None = Field(None, examples=["widths"])
     """Name of the plan that the run belongs to."""
@@ -43,7 +43,7 @@ class RecordSettings(Settings):
     """Name of the run in its stage."""
     labels: dict[str, str] = Field(default_factory=dict, examples=[{"model.width": "64"}])
     """Settings that distinguish this run from the other runs of its plan, for tables and figures.
-    The plan sets the labels."""
+    """
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Layer:
     name: str
     weight_NF: Tensor
     side: int
-    """Side in pixels of the square that each neuron has weights for."""
+    """Side in pixels of the square of each neuron's weights."""
 
     @property
     def locality(self) -> pd.DataFrame:

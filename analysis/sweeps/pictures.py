@@ -15,8 +15,8 @@ from finetune.looks import GRAY, looks, panels, set_log_ticks
 
 
 def draw_sweep(places: pd.DataFrame, lines: pd.DataFrame, title: str) -> Figure:
-    """Draw mean and standard deviation over seeds. The band is the binomial error of the test
-    images. A second panel shows RP minus normal, one dot per seed."""
+    """Draw mean and standard deviation over seeds. The band is one binomial standard error of the
+    test images. A second panel shows RP minus normal, one dot per seed."""
     facets, hues = places.facet.unique().tolist(), places.hue.unique().tolist()
     is_number = are_numbers(places.x)
     values = sorted(places.x.unique()) if is_number else places.x.unique().tolist()

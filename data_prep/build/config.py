@@ -44,7 +44,7 @@ class BuildSettings(ImageSpec):
     whose `path` exists is read, otherwise the last source. Override a list with 'source={kind:
     folder, path: photos}'."""
     out: LocalDirectory = Field(examples=["data/mine"])
-    """The dataset directory, on a local disk. `data_prep push` copies it to a bucket."""
+    """The dataset directory (a path, not a URL). `data_prep push` copies it to a bucket."""
     name: str | None = Field(None, examples=["my-pictures"])
     """Dataset name in manifests and reports (default: the last part of `out`)."""
     classes: tuple[str, ...] | None = Field(None, min_length=1, examples=[["cat", "dog"]])

@@ -44,7 +44,7 @@ from data_prep.settings import Settings, nearest, read_lines
 
 class Selection(Settings):
     """The requested samples. At most one of `fraction`, `count` and `per_class` is set. Without
-    them, all samples except excluded ones are taken."""
+    them, only `classes_file` and `exclude` select samples."""
 
     fraction: float | None = Field(None, gt=0, le=1)
     count: int | None = Field(None, ge=1)

@@ -49,7 +49,8 @@ class ImageSpec(Settings):
     """The stored images of a dataset."""
 
     image_size: int = Field(64, ge=8, le=1024)
-    """Width and height of the stored images, in pixels."""
+    """Width and height of the stored images in pixels (encoding=keep: of the images as readers
+    decode them)."""
     crop: CropPolicy = "center"
     """Crop before resizing. center: the central square; both ends of the longer side are lost.
     squash: the complete image, resized to a square. longer_side: shrink until the longer side is

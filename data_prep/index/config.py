@@ -34,7 +34,7 @@ class IndexSettings(Settings):
     """Shards of each split, as local paths or URLs (http, s3 and others). Ranges {000..146} and
     choices {a,b} are expanded; the wildcard * works except for http."""
     out: LocalDirectory = Field(examples=["data/theirs"])
-    """The dataset directory, on a local disk. The shards are not copied."""
+    """The dataset directory (a path, not a URL). The shards are not copied."""
     name: str | None = Field(None, examples=["their-pictures"])
     """Dataset name in manifests and reports (default: the last part of `out`)."""
     storage: dict[str, Any] = Field(default_factory=dict, examples=[{"anon": True}])

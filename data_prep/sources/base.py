@@ -37,7 +37,7 @@ class Arrangement:
 
     splits: dict[str, NDArray[np.int32]]
     labels: tuple[int, ...] | None = None
-    """Labels of the classes to keep; None: all."""
+    """Numbers of the classes to keep; None: all."""
     left_out: dict[str, int] | None = None
     """Number of skipped inputs, by reason."""
     num_held_out: int = 0

@@ -69,7 +69,8 @@ class CifarSettings(Settings):
     path: str = Field(examples=["downloads/cifar-10-python.tar.gz"])
     """The .tar.gz as downloaded, or the folder that it unpacks to."""
     labels: Kind = "fine"
-    """Kind of labels: the 100 fine or the 20 coarse classes of CIFAR-100."""
+    """Kind of labels: the 100 fine or the 20 coarse classes of CIFAR-100. CIFAR-10 has only
+    fine labels."""
     md5: Md5Policy = "published"
 
 

@@ -4,8 +4,8 @@
     ILSVRC2012_img_val.tar        or  val/    (synset folders, or the 50,000 images in one folder)
     ILSVRC2012_devkit_t12.tar.gz  or  ILSVRC2012_devkit_t12/   if val is not in synset folders
 
-Labels are the positions of the sorted wnids. If `real` is set (real.json, from "Are we done with
-ImageNet?"), the split val gets the annotation `real`: a bit for each correct class.
+Labels are positions in the sorted list of wnids. If `real` is set (real.json, from "Are we done
+with ImageNet?"), the split val gets the annotation `real`: a bit for each correct class.
 """
 
 import hashlib

@@ -31,9 +31,9 @@ class ImageNet21kSettings(Settings):
     min_images: int = Field(500, ge=0)
     """Keep classes with more images than this (ridnik only)."""
     val_per_class: int = Field(50, ge=1)
-    """Number of images of each class in the split `val`."""
+    """Number of images of each class in the split `val` (ridnik only)."""
     seed: int = Field(0, ge=0)
-    """Seed that selects the images of `val`."""
+    """Seed that selects the images of `val` (ridnik only)."""
 
     @model_validator(mode="after")
     def _some_are_left_to_train_on(self) -> "ImageNet21kSettings":

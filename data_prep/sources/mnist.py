@@ -74,7 +74,7 @@ class MnistSettings(Settings):
     """Dataset in the folder. It determines MD5 sums and class names. other: both are unknown, as
     for EMNIST."""
     prefix: str = Field("", pattern="^[a-z-]*$")
-    """Prefix of all file names, such as emnist-letters-"""
+    """Prefix of all file names, such as emnist-letters-."""
     transposed: bool = False
     """Swap rows and columns of the images, for EMNIST."""
     class_names: tuple[str, ...] | None = Field(None, examples=[["zero", "one"]])

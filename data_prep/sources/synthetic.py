@@ -73,7 +73,7 @@ def picture_bytes(look: Look, *, split: str, number: int, size: int, seed: int) 
 
 
 class SyntheticSettings(Settings):
-    """Procedural images: class = shape x color x position. See `data_prep/sources/synthetic.py`."""
+    """Procedural images: class = shape x color x position."""
 
     kind: Literal["synthetic"]
     class_set: Literal["a", "b"] = "a"

@@ -1,6 +1,6 @@
 """TinyImageNet-200: tiny-imagenet-200.zip as downloaded, or the folder that it unpacks to.
 
-    wnids.txt                               the 200 classes; labels are their sorted order
+    wnids.txt                               the 200 classes; labels number them in sorted order
     train/WNID/images/*.JPEG                the box files of each WNID are not read
     val/images/*.JPEG, val_annotations.txt  one flat folder; only the text file has the labels
     test/images/*.JPEG                      never labeled

@@ -24,7 +24,7 @@ from pretrain.config import AugmentSettings
 from pretrain.models.imported import allow_import
 
 WORSE_BY = 0.02
-"""The command prints a warning if views lower the accuracy by more than this fraction."""
+"""The command prints a warning if views lower the accuracy by more than 2 percentage points."""
 
 
 def add_verbs(verbs: Verbs) -> None:

@@ -67,7 +67,7 @@ class EvaluateSettings(ShortRunSettings):
     of_verb = "finetune evaluate"
     example_with: ClassVar = {"augment": "num_views=10", "include_plain": "num_views=10"}
     pretrained: str = Field(examples=["runs/mine"])
-    """A run directory, one of its checkpoints, or a folder that `finetune import` wrote."""
+    """A run directory, checkpoint, folder of weights, hf-hub:USER/NAME or timm:NAME."""
     data: JudgedDataSettings
     run_dir: str | None = Field(None, examples=["runs/mine-views"])
     """Directory of the results. Default: a subdirectory of RUN/evaluations, where RUN is the run

@@ -30,7 +30,7 @@ class ExportSettings(Settings):
     of_verb = "finetune export"
     example_with: ClassVar = {"revision": "push_to=USER/NAME", "private": "push_to=USER/NAME"}
     pretrained: str = Field(examples=["runs/mine"])
-    """A run directory, one of its checkpoints, an imported folder, or an export."""
+    """A run directory, checkpoint, folder of weights, hf-hub:USER/NAME or timm:NAME."""
     out: str = Field(examples=["exports/mine"])
     """Output directory. It appears only when all files are complete. A directory with other content
     is not changed."""

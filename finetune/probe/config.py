@@ -72,7 +72,8 @@ class FeatureSettings(ShortRunSettings):
     """Directory of the run: event log, resolved config, result."""
     data: FeatureDataSettings
     pretrained: str | None = Field(None, examples=["runs/mine"])
-    """Checkpoint that computes the features. null: use the pixels as features, as a baseline."""
+    """Run, checkpoint, folder of weights, hf-hub:USER/NAME or timm:NAME that computes the features.
+    null: use the pixels as features, as a baseline."""
     channel_stats: ChannelStats = "checkpoint"
     feature_batch_size: int | None = Field(None, ge=1, examples=[512])
     """Number of images in a forward pass on each rank. Default: 512, or up to 8192 for small models
@@ -135,12 +136,11 @@ class ProbeSettings(FeatureSettings):
     schedule: ScheduleSettings = ScheduleSettings()
     """Learning rate schedule (not for lbfgs)."""
     batch_size: int = Field(256, ge=1)
-    """Batch size. All candidates train on the same batches."""
+    """Batch size (not for lbfgs). All candidates train on the same batches."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Fraction of the target probability that is spread over all classes (not for lbfgs)."""
     gradient_clip_norm: float = Field(0.0, ge=0)
-    """Largest gradient norm of each candidate (not for lbfgs). Larger gradients are clipped. 0: no
-    clipping."""
+    """Largest gradient norm of each candidate (not for lbfgs). 0: no clipping."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum (SGD only)."""
     nesterov: bool = True
@@ -157,8 +157,7 @@ class ProbeSettings(FeatureSettings):
     """Augmentation of the views (needs num_views). View v is the image that training would use
     in epoch v. mixup and cutmix are not supported."""
     holdout_fraction: float = Field(0.2, gt=0, lt=1)
-    """Fraction of the training split that is held out to choose the best candidate. The test split
-    never affects the choice."""
+    """Fraction of the training split that is held out to choose the best candidate."""
     holdout_split: str | None = Field(None, examples=["holdout"])
     """Split for choosing the best candidate, instead of a fraction of the training split."""
     refit: bool = True

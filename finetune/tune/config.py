@@ -54,7 +54,7 @@ class TuneSettings(TrainingSettings):
         f"data.{name}": None for name in StreamSettings.model_fields
     }
     pretrained: str = Field(examples=["runs/mine"])
-    """A run directory of `pretrain train`, or one of its checkpoints."""
+    """A run directory, checkpoint, folder of weights, hf-hub:USER/NAME or timm:NAME."""
     init: Literal["pretrained", "scratch"] = "pretrained"
     """pretrained: start from the checkpoint. scratch: train the same architecture from random
     weights, as a baseline."""

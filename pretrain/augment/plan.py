@@ -2,7 +2,7 @@
 batch, with numpy only.
 
 The strengths are timm's functions of the magnitude (torchvision's for the policy `cifar10`).
-Magnitudes are normal around the policy's magnitude, or uniform from 0 to this magnitude, and then
+Magnitudes are constant, normal around the policy's magnitude, or uniform from 0 to it, and then
 clipped.
 
 L layers, B batch.

@@ -51,7 +51,7 @@ class ModelCard(PixelOrder):
     """Central fraction of the image side that evaluation uses (timm's crop_pct)."""
     content_hash: str = ""
     pixels_hash: str = ""
-    """`content_hash`: hash of the training data. `pixels_hash`: hash of its decoded pixels."""
+    """`content_hash`: hash of the training data. `pixels_hash`: also covers the resizing."""
     step: int = 0
     run_key: str = ""
     """Key of the run. Only weights trained by this package have content_hash, pixels_hash, step and

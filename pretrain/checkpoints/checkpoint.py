@@ -127,7 +127,8 @@ class Checkpoint:
 
     @classmethod
     def found(cls, place: str) -> "Checkpoint | None":
-        """Find a checkpoint without reading its weights. Return None if it does not exist."""
+        """Return a checkpoint without reading its weights, or None if it is missing or
+        unreadable."""
         try:
             if is_on_hub(place):
                 directory, origin = fetch(place, files=(CONFIG, HASHES))

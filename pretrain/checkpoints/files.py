@@ -11,7 +11,7 @@ The first rank publishes a checkpoint, in the background (writer.py):
 A crash at any point leaves the newest published checkpoint complete. Incomplete files have a
 temporary name, and the next attempt removes them.
 
-Retention rules keep the newest checkpoints, the best by evaluation, and steps at multiples of a
+Retention rules keep the newest checkpoints, the best by evaluation, milestones, and multiples of a
 length. No checkpoint is removed before a newer one is published. A resumed run reads the best
 evaluation from trainer.json.
 

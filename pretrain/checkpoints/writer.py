@@ -115,7 +115,7 @@ class Saver:
             self.writer.uploader.start()
 
     def judge(self, step: int, *, top1: float) -> None:
-        """Record an evaluation. Every rank has the same scores."""
+        """Update the best step. All ranks call this with the same score."""
         if self._keep_best and (self.best is None or top1 > self.best.score):
             self.best = Best(step, top1)
 

@@ -191,8 +191,8 @@ class ShardReader:
             self._shards.fetch_ahead(numbers[np.sort(first)].tolist())
 
     def stand_in(self, sample: int, attempt: int) -> int:
-        """Return another sample of the same shard to replace a bad sample. The choice is the same
-        in every run."""
+        """Return a sample of the same shard to replace a bad sample (rarely by itself).
+        The choice is the same in every run."""
         number = int(self.shards_of(np.array([sample]))[0])
         start, end = self._starts[number : number + 2].tolist()
         return int(start + int(hash64(sample, attempt)) % (end - start))

@@ -1,4 +1,4 @@
-"""`train.local_batch_size: auto`: find the largest micro-batch that fits into memory.
+"""`train.local_batch_size: auto`: find a micro-batch that fits into memory.
 
 The size changes how gradients are rounded, so a resumed run must keep the size.
 RUN/micro_batch.json maps each situation (device, number of ranks, engine) to its micro-batch size.
@@ -6,7 +6,7 @@ RUN/micro_batch.json maps each situation (device, number of ranks, engine) to it
 1. If the file has a size for this situation, use it.
 2. Otherwise each rank runs one step of a copy of the model with the rank's complete part of the
    global batch. On a GPU, placeholders occupy the bytes that the engine, prepared images and the
-   augmentation will need. If memory runs out, the rank tries half as many samples.
+   augmentation will need. If memory runs out, the rank tries at most half as many samples.
 3. The first rank writes and prints the lowest size over all ranks.
 
 On a CPU, Linux may kill the process instead of refusing memory. In this case set a number.
@@ -55,7 +55,7 @@ def micro_batch_size(
     world: World,
     remedy: str = REMEDY,
 ) -> int:
-    """Return the config's local batch size or, for auto, the largest that fits on every rank."""
+    """Return the config's local batch size or, for auto, a size that fits on every rank."""
     share = check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
     if settings.train.local_batch_size != "auto":
         return share

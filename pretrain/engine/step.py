@@ -110,7 +110,7 @@ class EngineState:
 
 
 class Engine(Protocol):
-    """Every rank must call each method equally often."""
+    """Trains a model. Every rank must call each method equally often."""
 
     device: torch.device
     input_dtype: torch.dtype

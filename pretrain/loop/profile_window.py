@@ -18,7 +18,7 @@ from pretrain.ranks.world import World
 
 class ProfileWindow:
     """Profiler of the steps in `tracking.profile`. Call `begin_step` before each step. Call `close`
-    after the step of `is_last`, and after the loop."""
+    after the step for which `is_last` is true, and after the loop."""
 
     def __init__(self, window: str | None, run_dir: Path, *, world: World, device: torch.device):
         self._steps = parse_window(window) if window else range(0)

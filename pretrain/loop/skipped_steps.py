@@ -1,10 +1,11 @@
 """Count and record the steps that the engine skipped because the loss or a gradient was not finite.
 Too many in a row raise TooManySkippedSteps.
 
-A skipped step changes only the position in the data, on every rank. RUN/skipped_steps/rank-R.jsonl
-gets a line for each sample (step, loss, sample, shard, key). A rank writes if its own loss was not
-finite. If only gradients were not finite, all ranks write. In fp16, the search for the loss scale
-skips steps with finite losses. These steps are counted, but not written.
+A skipped step changes only the position in the data and, in fp16, the loss scale.
+RUN/skipped_steps/rank-R.jsonl gets a line for each sample (step, loss, sample, shard, key). A rank
+writes if its own loss was not finite. If only gradients were not finite, all ranks write. In fp16,
+the search for the loss scale skips steps with finite losses. These steps are counted, but not
+written.
 """
 
 import json

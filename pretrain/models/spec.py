@@ -198,7 +198,7 @@ class MixerSpec(Settings):
         check_patch_size(self.patch_size, image_size=image_size)
 
     def num_patches(self, *, image_size: int) -> int:
-        """Number of patches (S0)."""
+
         return int((image_size // self.patch_size) ** 2)
 
     def tokens(self, *, image_size: int) -> int:
@@ -292,8 +292,8 @@ class SparseMlpSpec(Settings):
 
 
 class StructuredMlpSpec(Settings):
-    """The Mixer paper's shallow Monarch and Kronecker MLPs: x -> Bc B2 relu(B1 x) for x with H rows
-    of pixels."""
+    """The Mixer paper's shallow Monarch and Kronecker MLPs: an image x becomes Bc B2 relu(B1 x),
+    with a dense classifier Bc."""
 
     kind: Literal["structured"]
     form: Literal["monarch", "kronecker"]
@@ -320,8 +320,8 @@ class TimmSpec(Settings):
 
     kind: Literal["timm"]
     name: Literal["resnet152_64", "vit_b_4", "resnet18_32", "resnet18_224"]
-    """Name of the network. resnet152_64: ResNet-152 without stride and pooling in the stem.
-    vit_b_4: ViT-B with 4 x 4 patches. resnet18_32: ResNet-18 with a 3 x 3 stem without stride and
+    """Name of the network. resnet152_64: ResNet-152 whose stem has stride 1 and no pooling.
+    vit_b_4: ViT-B with 4 x 4 patches. resnet18_32: ResNet-18 whose 3 x 3 stem has stride 1 and no
     pooling, as usual for CIFAR. resnet18_224: ResNet-18 for ImageNet."""
 
     @property

@@ -1,5 +1,4 @@
-"""Time limits of the ranks of a run: section `engine` of a training, otherwise `ranks`. This file
-does not import torch."""
+"""Time limits of the ranks of a run: section `engine` of a training, otherwise `ranks`."""
 
 from pydantic import Field
 

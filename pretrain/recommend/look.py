@@ -1,5 +1,4 @@
-"""Facts about the images, the dataset and the machine for `pretrain recommend`. This file does not
-import torch."""
+"""Facts about the images, the dataset and the machine for `pretrain recommend`."""
 
 import os
 import shlex

@@ -2,8 +2,7 @@
 command makes the same config.
 
 The lines of a config, each with its reason, are in train.yaml, tune.yaml and probe.yaml next to
-this file. This file fills in the values in braces. command.py measures time and memory. This file
-does not import torch.
+this file. This file fills in the values in braces. command.py measures time and memory.
 """
 
 import re
@@ -30,7 +29,7 @@ WEIGHTS = (
     " folder of finetune import.\ngithub.com/gregorbachmann/scaling_mlps links public weights."
     " Import them: finetune import FILE --out runs/public, then --from runs/public"
 )
-"""Sources of pretrained weights."""
+
 _MODELS = (
     (0, "mlp_b6_wi256"),
     (20_000, "mlp_b6_wi512"),

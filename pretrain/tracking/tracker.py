@@ -81,8 +81,8 @@ class RunIdentity(Settings):
         parent_dir: Path | None = None,
     ) -> "RunIdentity":
         """Return the identity of a run, and create it if it is missing. The parent is the run in
-        `parent_dir`, otherwise the run with `parent_key`. A child uses its parent's database by
-        default."""
+        `parent_dir`, otherwise the run with `parent_key`. Without `uri` and MLFLOW_TRACKING_URI,
+        the run uses the database of `parent_dir`."""
         known = RunIdentity.known(run_dir)
         if known is not None:
             return known
@@ -117,8 +117,8 @@ class RunIdentity(Settings):
 
 
 class Tracker:
-    """The tracking of a run, for all threads. Other ranks have no run directory, and every call
-    does nothing. If `settings.enabled` is false, there is only the event log."""
+    """The tracking of a run, for all threads. On ranks without a run directory, calls do nothing.
+    If `settings.enabled` is false, there is only the event log."""
 
     def __init__(
         self,
