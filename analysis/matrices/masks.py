@@ -49,8 +49,8 @@ def masks_of(tokens: int, channels: int, *, seed: int = 0) -> dict[str, Mask]:
         "SW-MLP, M ⊙ A": sparse,
         "RP token mixing": rp_tokens,
         "RP channel mixing": rp_channels,
-        "both of RP": _product(rp_channels, rp_tokens),
-        "two of SW-MLP": _product(*two),
+        "both RP mixings": _product(rp_channels, rp_tokens),
+        "two SW-MLP layers": _product(*two),
     }
 
 

@@ -63,7 +63,7 @@ class Section:
     def add(self, result: Result, out: Path) -> None:
         for path in (path for path in write(result, out) if path.suffix == ".png"):
             content = path.read_bytes()
-            width = int.from_bytes(content[16:20], "big") * 110 // DPI  # from the PNG header
+            width = int.from_bytes(content[16:20], "big") * 110 // DPI
             data = base64.b64encode(content).decode()
             self.images.append({"name": path.stem, "width": width, "data": data})
 
