@@ -457,7 +457,9 @@ def _sync(options: argparse.Namespace) -> int:
     with doing("loading MLflow"):
         from pretrain.tracking.delivery import sync
 
-    print(f"{options.run_dir}: {sync(options.run_dir):,} bytes of the event log were delivered")
+    print(
+        f"{options.run_dir}: {sync(options.run_dir):,} bytes of the event log were sent to MLflow"
+    )
     return OK
 
 
