@@ -66,16 +66,16 @@ def add_commands(verbs: Verbs) -> None:
         help="number of test-time augmentation views (default: 20; 0: none)",
     )
     invariance.add_argument(
-        "--seeds", type=at_least(1), default=3, help="number of seeds of the views (default: 3)"
+        "--seeds", type=at_least(1), default=3, help="number of seeds of the views"
     )
     for command in (cka, invariance):
         command.add_argument("dataset", help="finished dataset, or its URL")
-        command.add_argument("--split", default="val", help="split of the images (default: val)")
+        command.add_argument("--split", default="val", help="split of the images")
         command.add_argument(
             "--batch",
             type=at_least(8),
             default=256,
-            help="images per batch; CKA compares them with each other (default: 256)",
+            help="images per batch; CKA compares them with each other",
         )
         command.add_argument(
             "--count", type=at_least(8), help="number of random images (default: all)"

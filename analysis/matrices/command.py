@@ -52,10 +52,10 @@ def add_commands(verbs: Verbs) -> None:
         help="the nonzero entries of effective matrices (Mixer paper, Figures 1 and S.9)",
         epilog="analysis masks --tokens 8 --channels 6",
     )
-    masks.add_argument("--tokens", type=at_least(2), default=8, help="tokens S (default: 8)")
-    masks.add_argument("--channels", type=at_least(2), default=8, help="channels C (default: 8)")
+    masks.add_argument("--tokens", type=at_least(2), default=8, help="number of tokens, S")
+    masks.add_argument("--channels", type=at_least(2), default=8, help="number of channels, C")
     masks.add_argument(
-        "--seed", type=at_least(0), default=1, help="seed of permutations and SW-MLP mask"
+        "--seed", type=at_least(0), default=1, help="seed of the permutations and the SW-MLP mask"
     )
     filters = add_command(
         verbs,
@@ -68,13 +68,13 @@ def add_commands(verbs: Verbs) -> None:
         "--which",
         choices=["first", "largest", "all"],
         default="first",
-        help="neurons to draw; largest: with the largest weights (default: first)",
+        help="neurons to draw; largest: with the largest weights",
     )
     filters.add_argument(
         "--count",
         type=at_least(1),
         default=25,
-        help="number of neurons for each run, except with --which all (default: 25)",
+        help="number of neurons for each run, except with --which all",
     )
     filters.add_argument(
         "--color",

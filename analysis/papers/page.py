@@ -54,7 +54,7 @@ class Section:
         if self.experiment.reason:
             return f"not applicable: {self.experiment.reason}"
         if not self.experiment.plans:
-            return "drawn" if self.images else "one command"
+            return "drawn" if self.images else "not drawn"
         if not self.num_finished:
             return "not run"
         is_complete = self.num_finished == self.num_members
