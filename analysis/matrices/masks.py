@@ -25,7 +25,7 @@ def masks(tokens: int, channels: int, *, seed: int) -> Result:
         for axes, (name, mask) in zip(figure.subplots(2, 4).flat, found.items(), strict=True):
             axes.imshow(~mask, cmap="gray", interpolation="nearest", vmin=0, vmax=1)
             axes.spines[:].set_visible(True)
-            axes.set(xticks=[], yticks=[], title=name, xlabel=f"{mask.mean():.1%} of {len(mask)}²")
+            axes.set(xticks=[], yticks=[], title=name, xlabel=f"{mask.mean():.1%} nonzero")
     facts = {"tokens": tokens, "channels": channels, "seed": seed}
     return Result(rows, facts, {"": figure})
 
