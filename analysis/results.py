@@ -54,7 +54,7 @@ COLUMNS = {
     "depth": "layers or blocks",
     "patch_size": "side of a patch in pixels",
     "permuted_blocks": "number of randomly permuted Mixer blocks",
-    "parameters": "P",
+    "parameters": "their number, P",
     "block_parameters": "P without stem and head",
     "multiply_adds": "MACs of one image, forward",
     "seed": "seed of the pretraining",

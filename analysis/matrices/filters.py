@@ -148,7 +148,6 @@ def sheet(layers: Sequence[Layer], images: FilterImages) -> Image.Image:
 
 
 def draw_locality(rows: pd.DataFrame) -> Figure:
-    """Draw the cumulative fraction of neurons for each measure."""
     with looks(*rows.layer.unique()):
         figure, axes_of = panels(3, height=2.4)
         for axes, (key, words) in zip(axes_of, MEASURES.items(), strict=True):
