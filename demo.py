@@ -119,7 +119,7 @@ def margins() -> list[str]:
                 "percentage points"
             )
             if gap <= 0:
-                raise SystemExit(f"demo: {lines[-1]}, so transfer is broken")
+                raise SystemExit(f"demo: {lines[-1]}, but the gain must be above 0. Report this")
     return lines
 
 

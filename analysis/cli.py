@@ -104,7 +104,7 @@ def _add_verbs(verbs: Verbs) -> None:
 
 
 def _check_runs(root: Path) -> Path:
-    fix = "give the folder of the runs, such as runs"
+    fix = "give a folder of runs, such as runs/"
     if not root.exists():
         fix = near_path(root) or fix
         raise UserError(str(root), "the folder does not exist", fix, code="missing-path")

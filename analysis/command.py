@@ -23,7 +23,7 @@ def add_command(
     help and epilog for argparse."""
     command = verbs.add_parser(name, **about)
     command.set_defaults(run=run, make=make, default_out=out or name)
-    words = f"name of the files, without an ending (default: {out or name})"
+    words = f"path of the outputs, without an ending (default: {out or name})"
     command.add_argument("--out", type=Path, help=words)
     return command
 

@@ -70,7 +70,7 @@ def figure(plan: Plan, results: pd.DataFrame | None = None, *, partial: bool = F
     settings = figure_settings(plan)
     if settings.kind == "cka":
         if results is not None:
-            problem = "a figure of kind cka reads the weights of runs"
+            problem = "kind cka reads weights, not results"
             raise UserError("--points", problem, "remove --points", code="conflict")
         return _cka(plan, partial=partial)
     if results is None:
@@ -105,8 +105,8 @@ def _cka(plan: Plan, *, partial: bool) -> Result:
         raise SettingsError(unfinished[0], "the run is not finished", fix, code="unfinished")
     pairs = [pair for pair in _pairs(plan) if not {*pair} & {*unfinished}]
     if not pairs:
-        problem = "no finished run of the first entry has a finished run to compare with"
-        raise SettingsError(plan.path, problem, "run the plan", code="empty")
+        fix = f"run the plan with wide-mlps run {' '.join(plan.words)}"
+        raise SettingsError(plan.path, "no pair of runs is finished", fix, code="empty")
     from analysis.features.cka import compare_features
     from analysis.features.mixings import Images
 

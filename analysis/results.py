@@ -44,17 +44,17 @@ COLUMNS = {
     "trained_on": "dataset of the pretraining",
     "model": "label, such as B-12/Wi-1024, and every other setting that is not the default",
     "kind": "mlp, mixer, smixer (one layer per mixing), sw_mlp, structured or timm",
-    "tokens": "number S",
-    "channels": "number C",
-    "width": "m: S C for a Mixer",
+    "tokens": "number of tokens, S",
+    "channels": "number of channels, C",
+    "width": "m (S C for a Mixer)",
     "gamma": "hidden width divided by width; 1 without hidden layers",
     "hidden_width": "gamma m",
     "omega": "connections of one layer",
     "density": "density p of a SW-MLP",
     "depth": "layers or blocks",
-    "patch_size": "pixels",
+    "patch_size": "side of a patch in pixels",
     "permuted_blocks": "number of randomly permuted Mixer blocks",
-    "parameters": "P",
+    "parameters": "their number, P",
     "block_parameters": "P without stem and head",
     "multiply_adds": "MACs of one image, forward",
     "seed": "seed of the pretraining",
@@ -73,11 +73,11 @@ COLUMNS = {
     "split": "split of the accuracy",
     "num_test": "images in that split",
     "error": "1 - top-1",
-    "error_real": "1 - top-1 for the reassessed labels",
+    "error_real": "1 - top-1 for ImageNet's ReaL labels",
     "loss": "evaluation loss",
     "train_loss": "mean training loss of the last tenth of the event log",
     "images_per_s": "throughput",
-    "train_epochs": "epochs of the training curve, at most 200 means",
+    "train_epochs": "epochs of the training curve (at most 200 means)",
     "train_losses": "losses of the training curve",
     "test_epochs": "epochs of the evaluation curve",
     "test_losses": "losses of the evaluation curve",
@@ -126,11 +126,11 @@ def read_results(paths: Iterable[Path]) -> pd.DataFrame:
 
 
 def _check_top1(results: pd.DataFrame) -> None:
-    """Raise UserError if a result has no top-1. Trainings without an evaluation split need none."""
+    """Trainings without an evaluation split need no top-1."""
     is_evaluated = results.split.notna() & (results.split != NOT_STATED)
     lacking = results[results.error.isna() & is_evaluated]
     if len(lacking):
-        problem = f"the run has no top-1 ({len(lacking):,} results in total)"
+        problem = f"the run has no top-1; {len(lacking):,} results lack it"
         raise UserError(lacking.run.iloc[0], problem, "repeat the run", code="missing-value")
 
 
@@ -165,7 +165,7 @@ def results_of_plans(plans: Sequence[Plan], *, partial: bool = False) -> pd.Data
                         rows.append(row | about | {"labels": json.dumps(labels)})
     if unfinished and not partial:
         more = f" and {len(unfinished) - 3} more" if len(unfinished) > 3 else ""
-        problem = f"{', '.join(unfinished[:3])}{more} are not finished"
+        problem = f"there are unfinished runs: {', '.join(unfinished[:3])}{more}"
         fix = "finish the plan, or give --allow-incomplete"
         raise SettingsError(names, problem, fix, code="unfinished")
     if not rows:

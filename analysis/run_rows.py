@@ -157,7 +157,9 @@ def _start(run: Run, chain: Sequence[Run]) -> str:
         if first.record.parents[0].record is not None or not origin:
             parts.append("unknown")
         else:
-            parts.append(f"public imagenet21k for {public[1]} epochs" if public else origin)
+            parts.append(
+                f"published imagenet21k weights ({public[1]} epochs)" if public else origin
+            )
     return ", of ".join(parts)
 
 
@@ -288,7 +290,7 @@ def _curves(run: Run) -> dict[str, Any]:
 def _data_of(run: Run) -> tuple[int, str] | None:
     """Return the number of samples in an epoch and the name of the training data. Return None if
     the data cannot be read."""
-    if run.data.get("stream"):  # its shards are not needed
+    if run.data.get("stream"):
         return run.data["samples_per_epoch"], run.dataset_name
     extra = [
         {**each, "dataset": str(run.path_of(each["dataset"]))}
@@ -303,6 +305,6 @@ def _load_data(settings: str) -> tuple[int, str] | None:
     try:
         data = load_training_data(validate(DataSettings, json.loads(settings)))
     except (DatasetError, ValueError, OSError) as problem:
-        print(f"{problem} Runs on this data get no epochs and curves.", file=sys.stderr)
+        print(f"{problem} Runs with this data get no epochs or curves.", file=sys.stderr)
         return None
     return data.num_samples, data.name

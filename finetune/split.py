@@ -84,7 +84,7 @@ def class_numbers(card: ModelCard, manifest: Manifest, *, dataset: str | Path) -
             f" checkpoint, for example {missing[0]!r}"
         )
         raise UserError(
-            "dataset", problem, "run probe or tune on this dataset first", code="mismatch"
+            "dataset", problem, "run finetune tune on this dataset first", code="mismatch"
         )
     return tuple(number_of[name] for name in manifest.classes)
 

@@ -184,7 +184,7 @@ def _add_estimate(verb: argparse.ArgumentParser) -> None:
         choices=("lion", "sgd", "adamw"),
         help="optimizer whose memory is counted (default: from the config, or lion)",
     )
-    stage = "ZeRO stage whose step is timed (default: from the config, or 1)"
+    stage = "ZeRO stage of the step time (default: from the config, or 1)"
     verb.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help=stage)
     verb.epilog = "pretrain estimate mlp_b12_wi1024 --batch 16384 --nodes 1,4,32"
     verb.description = (
@@ -457,7 +457,9 @@ def _sync(options: argparse.Namespace) -> int:
     with doing("loading MLflow"):
         from pretrain.tracking.delivery import sync
 
-    print(f"{options.run_dir}: {sync(options.run_dir):,} bytes of the event log were delivered")
+    print(
+        f"{options.run_dir}: {sync(options.run_dir):,} bytes of the event log were sent to MLflow"
+    )
     return OK
 
 

@@ -25,9 +25,9 @@ def add_commands(verbs: Verbs) -> None:
         _cka,
         help="similarity of the features of two networks, mixing by mixing (Mixer paper, Fig. 2)",
         description=(
-            "Unbiased minibatch CKA. Memory: 1 GB, the weights, and mixings of all runs x BATCH^2 x"
-            " 16 bytes. --full-sample adds (d^2 + e^2 + d e) x 8 bytes for layers with d and e"
-            " features."
+            "Computes the unbiased minibatch CKA. Memory: 1 GB, the weights, and 16 BATCH^2 bytes"
+            " for each mixing of each run. --full-sample adds 8 (d^2 + e^2 + d e) bytes for layers"
+            " with d and e features."
         ),
         epilog="analysis cka runs/mixer runs/sw-mlp data/cifar10 --split test",
     )
@@ -53,7 +53,7 @@ def add_commands(verbs: Verbs) -> None:
         _invariance,
         help="accuracy, agreement and CKA on shifted, flipped, cropped and permuted images, and"
         " accuracy with augmented views",
-        description="Memory: 1 GB, the weights, and mixings of a run x BATCH^2 x 24 bytes.",
+        description="Memory: 1 GB, the weights, and 24 BATCH^2 bytes for each mixing of a run.",
         epilog="analysis invariance runs/mlp runs/mixer data/cifar10 --split test",
     )
     invariance.add_argument(
@@ -66,16 +66,16 @@ def add_commands(verbs: Verbs) -> None:
         help="number of test-time augmentation views (default: 20; 0: none)",
     )
     invariance.add_argument(
-        "--seeds", type=at_least(1), default=3, help="number of random seeds for views (default: 3)"
+        "--seeds", type=at_least(1), default=3, help="number of seeds of the views"
     )
     for command in (cka, invariance):
         command.add_argument("dataset", help="finished dataset, or its URL")
-        command.add_argument("--split", default="val", help="split of the images (default: val)")
+        command.add_argument("--split", default="val", help="split of the images")
         command.add_argument(
             "--batch",
             type=at_least(8),
             default=256,
-            help="images per batch; CKA compares them with each other (default: 256)",
+            help="images per batch; CKA compares them with each other",
         )
         command.add_argument(
             "--count", type=at_least(8), help="number of random images (default: all)"

@@ -46,7 +46,7 @@ def _draw_heat(entries: pd.DataFrame, groups: pd.DataFrame) -> Figure:
             parts = (name.partition(" ") for name in names)
             _set_ticks(axis, [number + kind[:1] for number, _, kind in parts])
             axis.set_label_text(f"mixings of\n{legible(model)}", fontsize=6)
-        axes.set_title(f"mean of the diagonal {group.diagonal:.2f}", fontsize=7)
+        axes.set_title(f"mean of the diagonal: {group.diagonal:.2f}", fontsize=7)
     figure.colorbar(image, ax=axes_of, shrink=0.8, aspect=25, pad=0.02, label="CKA")
     return figure
 
@@ -73,7 +73,7 @@ def _draw_density(groups: pd.DataFrame) -> Figure:
         style, noun = mark(number), "± SD over pairs"
         bounds = np.array([own.sd, own.sd])
         if own.sd.isna().any():
-            noun = "95 % over batches" if own.low.notna().any() else "no interval"
+            noun = "95 % interval over batches" if own.low.notna().any() else "no interval"
             bounds = np.array([own.diagonal - own.low, own.high - own.diagonal])
         label = f"{legible(model)} ({noun})"
         axes.errorbar(
@@ -84,7 +84,7 @@ def _draw_density(groups: pd.DataFrame) -> Figure:
         axes.plot(own.density, own.floor, color=GRAY, linestyle=":", linewidth=1)
     legend = {":": "floor: shuffled images"}
     if groups.ceiling_a.notna().any():
-        legend["--"] = "ceiling: other seeds of the first"
+        legend["--"] = "ceiling: two seeds of the first network"
     for line, label in legend.items():
         axes.plot([], [], color=GRAY, linestyle=line, linewidth=1, label=label)
     axes.xaxis.set_major_formatter(lambda value, _: f"1/{1 / value:,.0f}" if value < 1 else "1")
@@ -107,7 +107,7 @@ def _names(rows: pd.DataFrame) -> dict[str, str]:
 def draw_changes(rows: pd.DataFrame) -> Figure:
     names, views = _names(rows), sorted(rows.amount[rows.kind == "views"].unique())
     figure, axes = panels(4 + bool(views), height=2.3)
-    titles = ("top-1", "same prediction as unshifted", "CKA, mean over mixings")
+    titles = ("top-1", "same prediction as unshifted", "CKA, mean of mixings")
     others = rows.change[~rows.kind.isin(["shift", "views"])].unique().tolist()
     width = 0.8 / len(names)
     for number, (run, name) in enumerate(names.items()):
@@ -121,14 +121,14 @@ def draw_changes(rows: pd.DataFrame) -> Figure:
         if views:
             _draw_range(axes[4], own[own.kind == "views"], "top1", **style)
     for each, key, title in zip(axes, MEASURED, titles, strict=False):
-        each.set(xlabel="shift (px); band: directions", ylabel=title, ylim=(-0.02, 1.02))
+        each.set(xlabel="shift (px); band: 4 directions", ylabel=title, ylim=(-0.02, 1.02))
         each.yaxis.set_major_formatter("{x:.1f}" if key == "cka" else "{x:.0%}")
     axes[3].set_yticks(range(len(others)), others)
     axes[3].invert_yaxis()
     axes[3].set_xlabel("top-1 (± binomial error)")
     axes[3].xaxis.set_major_formatter("{x:.0%}")
     if views:
-        axes[4].set(xlabel="views; band: their seeds", ylabel="top-1", xscale="log")
+        axes[4].set(xlabel="views; band: seeds", ylabel="top-1", xscale="log")
         axes[4].set_xticks(views, [f"{number:.0f}" for number in views])
         axes[4].xaxis.set_minor_locator(NullLocator())
         axes[4].yaxis.set_major_formatter("{x:.0%}")

@@ -117,7 +117,7 @@ def measure(subject: Subject, images: Images, *, quick: bool, device: torch.devi
         order_P = pixel_order(card.pixel_permutation, size=size)
     right_K, same_K = torch.zeros(2, len(tried), dtype=torch.int64, device=device)
     hsic_K3L = torch.zeros(len(tried), 3, len(subject.mixings), dtype=torch.float64, device=device)
-    num_images, title = 0, f"{subject.place}: changes"
+    num_images, title = 0, f"{subject.place}: changed images"
     for batch in images.batches(title, size=size, device=device, times=len(tried)):
         x_BCHW, labels_B, usual = plain.plain(batch).images_BCHW, classes[batch.labels_B], None
         for number, change in enumerate(tried):
@@ -128,7 +128,7 @@ def measure(subject: Subject, images: Images, *, quick: bool, device: torch.devi
             same_K[number] += (predicted_B == usual_B).sum()
             pairs = ((grams_LNN, usual_LNN), (grams_LNN, grams_LNN), (usual_LNN, usual_LNN))
             hsic_K3L[number] += torch.stack([hsic(*pair).diagonal() for pair in pairs])
-            del features, grams_LNN, pairs  # frees memory before the next change
+            del features, grams_LNN, pairs
         num_images += len(labels_B)
     cross, one, other = hsic_K3L[..., None].cpu().unbind(1)
     names = ("kind", "change", "amount", "direction")

@@ -153,7 +153,7 @@ class Images:
                 line.advance(len(chunk) * times)
         if not found:
             problem = f"too few images decode ({FEWEST} are needed)"
-            fix = "give another split, or run data_prep verify"
+            fix = f"give another --split, or run data_prep verify {self.dataset}"
             raise UserError(f"{self.dataset}, {self.split}", problem, fix, code="damaged")
 
 

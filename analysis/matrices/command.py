@@ -23,12 +23,12 @@ def add_commands(verbs: Verbs) -> None:
         epilog="analysis spectra runs/mine --out runs/mine-spectra",
     )
     spectra.add_argument(
-        "--fig4", action="store_true", help="draw Figure 4 right without runs (one core minute)"
+        "--fig4", action="store_true", help="draw Figure 4 right without runs (about a minute)"
     )
     spectra.add_argument(
         "--figs1",
         action="store_true",
-        help="draw Figure S.1 center and right, without runs (seconds)",
+        help="draw Figure S.1 center and right without runs (a few seconds)",
     )
     structure = add_command(
         verbs,
@@ -52,10 +52,10 @@ def add_commands(verbs: Verbs) -> None:
         help="the nonzero entries of effective matrices (Mixer paper, Figures 1 and S.9)",
         epilog="analysis masks --tokens 8 --channels 6",
     )
-    masks.add_argument("--tokens", type=at_least(2), default=8, help="tokens S (default: 8)")
-    masks.add_argument("--channels", type=at_least(2), default=8, help="channels C (default: 8)")
+    masks.add_argument("--tokens", type=at_least(2), default=8, help="number of tokens, S")
+    masks.add_argument("--channels", type=at_least(2), default=8, help="number of channels, C")
     masks.add_argument(
-        "--seed", type=at_least(0), default=1, help="seed of permutations and SW-MLP mask"
+        "--seed", type=at_least(0), default=1, help="seed of the permutations and the SW-MLP mask"
     )
     filters = add_command(
         verbs,
@@ -65,19 +65,22 @@ def add_commands(verbs: Verbs) -> None:
         epilog="analysis filters runs/mine",
     )
     filters.add_argument(
-        "--which", choices=["first", "largest", "all"], default="first", help="neurons to draw"
+        "--which",
+        choices=["first", "largest", "all"],
+        default="first",
+        help="neurons to draw; largest: with the largest weights",
     )
     filters.add_argument(
         "--count",
         type=at_least(1),
         default=25,
-        help="neurons drawn for each run (not with --which all)",
+        help="number of neurons for each run, except with --which all",
     )
     filters.add_argument(
         "--color",
         choices=["max", "furthest"],
         default="max",
-        help="drawn weight of a pixel: the maximum of its colors, or the color furthest from 0",
+        help="drawn weight of a pixel: the largest of its colors, or the furthest from 0",
     )
     filters.add_argument(
         "--init", action="store_true", help="also show the initial weights of each run"
@@ -97,7 +100,7 @@ def add_commands(verbs: Verbs) -> None:
 def _spectra(options: argparse.Namespace) -> Result:
     if bool(options.runs) + options.fig4 + options.figs1 != 1:
         problem = "exactly one of RUN, --fig4 and --figs1 is needed"
-        raise UserError("RUN", problem, "give a run, for example", code="conflict")
+        raise UserError("RUN", problem, "give runs/mine, for example", code="conflict")
     _check_checkpoints(options)
     with doing("loading torch"):
         from analysis.matrices import initial, spectra

@@ -40,9 +40,9 @@ from pretrain.tracking.pictures import (
 )
 
 MEASURES = {
-    "area": "area, of the image",
-    "radius": "radius, of the side",
-    "neighbors": "correlation of neighbors",
+    "area": "used area / image",
+    "radius": "radius / side",
+    "neighbors": "correlation of adjacent pixels",
 }
 _LEAST, _GAP = np.finfo(float).tiny, 24
 
@@ -120,7 +120,7 @@ def first_layer(opened: Checkpoint, name: str = "") -> Layer:
         problem = f"the first layer of {card.model.label} has no filters"
         raise UserError(place, problem, "give an MLP or a Mixer", code="unsupported")
     if not weights[FIRST_LAYER].isfinite().all():
-        problem, fix = f"{FIRST_LAYER} is not finite", "give an earlier checkpoint"
+        problem, fix = f"{FIRST_LAYER} has a NaN or infinity", "give an earlier checkpoint"
         raise UserError(place, problem, fix, code="not-finite")
     return Layer(name, weights[FIRST_LAYER], side)
 
@@ -148,7 +148,6 @@ def sheet(layers: Sequence[Layer], images: FilterImages) -> Image.Image:
 
 
 def draw_locality(rows: pd.DataFrame) -> Figure:
-    """Draw the cumulative fraction of neurons for each measure."""
     with looks(*rows.layer.unique()):
         figure, axes_of = panels(3, height=2.4)
         for axes, (key, words) in zip(axes_of, MEASURES.items(), strict=True):

@@ -170,9 +170,9 @@ def draw_sparser(spectra: pd.DataFrame, largest: pd.DataFrame) -> Figure:
         center.hist(values, bins=60, color=BLUE, weights=np.full(len(values), 1 / count))
         center.axvline(2, color="black", lw=1, label="edge of a dense matrix, 1 + √γ = 2")
         scale = (first.density * first.width) ** -0.5
-        center.axvline(scale, color="black", lw=1, ls=":", label="deviation of one weight")
+        center.axvline(scale, color="black", lw=1, ls=":", label="SD of a nonzero weight")
         title = f"a = {first.a:g}, Ω = {first.omega:,}, m = {first.width:,}; {count} matrices"
-        center.set(xlabel="singular value (without zeros)", ylabel="number in a matrix")
+        center.set(xlabel="singular value (without zeros)", ylabel="number per matrix")
         center.set_title(title)
         center.legend()
         for number, (omega, own) in enumerate(largest.groupby("omega")):

@@ -25,7 +25,7 @@ def masks(tokens: int, channels: int, *, seed: int) -> Result:
         for axes, (name, mask) in zip(figure.subplots(2, 4).flat, found.items(), strict=True):
             axes.imshow(~mask, cmap="gray", interpolation="nearest", vmin=0, vmax=1)
             axes.spines[:].set_visible(True)
-            axes.set(xticks=[], yticks=[], title=name, xlabel=f"{mask.mean():.1%} of {len(mask)}²")
+            axes.set(xticks=[], yticks=[], title=name, xlabel=f"{mask.mean():.1%} nonzero")
     facts = {"tokens": tokens, "channels": channels, "seed": seed}
     return Result(rows, facts, {"": figure})
 
@@ -49,8 +49,8 @@ def masks_of(tokens: int, channels: int, *, seed: int = 0) -> dict[str, Mask]:
         "SW-MLP, M ⊙ A": sparse,
         "RP token mixing": rp_tokens,
         "RP channel mixing": rp_channels,
-        "both of RP": _product(rp_channels, rp_tokens),
-        "two of SW-MLP": _product(*two),
+        "both RP mixings": _product(rp_channels, rp_tokens),
+        "two SW-MLP layers": _product(*two),
     }
 
 

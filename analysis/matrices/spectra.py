@@ -171,7 +171,7 @@ def draw(rows: pd.DataFrame) -> dict[str, Figure]:
         "stable": "stable rank / side",
         "effective": "effective rank / side",
         "distance": "distance to Marchenko-Pastur",
-        "drift": "drift from the initial",
+        "drift": "change / initial norm",
     }
     figures = {"": draw_lines(rows, titles, x="block")}
     figures[""].axes[1].axhline(1, color=GRAY, lw=0.8)

@@ -48,7 +48,7 @@ EXPERIMENTS: dict[Paper, tuple[Experiment, ...]] = {
             "Fig. 3",
             "Width and density at fixed Omega, by channels",
             verb=WIDTHS,
-            printed="Widest at C = S = (Omega / gamma)^(1/3).",
+            printed="The width is largest at C = S = (Omega / gamma)^(1/3).",
         ),
         Experiment(
             "Fig. 4 left",
@@ -60,7 +60,7 @@ EXPERIMENTS: dict[Paper, tuple[Experiment, ...]] = {
             "Fig. 4 right",
             "Largest singular value, by width",
             verb="spectra --fig4",
-            printed="sqrt(L+); Mixers 1 + sqrt(gamma).",
+            printed="SW-MLP: sqrt(L+). Mixers: 1 + sqrt(gamma).",
         ),
         Experiment(
             "Fig. 5",
@@ -71,7 +71,7 @@ EXPERIMENTS: dict[Paper, tuple[Experiment, ...]] = {
             "Fig. 6a-c, Table S.2",
             "Error by C and S, normal and RP",
             ("mixer_fig6_tableS2", "mixer_fig6_textC5"),
-            printed="Least near C = S.",
+            printed="The error is least near C = S.",
         ),
         Experiment("Fig. 6d", "ImageNet, by patch size", ("mixer_fig6_imagenet",)),
         Experiment("Fig. 7", "Normal and RP Mixers, by depth", ("mixer_fig7_depth",)),
@@ -93,11 +93,11 @@ EXPERIMENTS: dict[Paper, tuple[Experiment, ...]] = {
             "Fig. S.1 center, right",
             "Singular values of a sparse matrix; the largest one by a",
             verb="spectra --figs1",
-            printed="a = 1.5, Omega = 10^3, 50 trials; 2 in the limit for a = 0; rises with a.",
+            printed="p = Omega^-a; a = 1.5, Omega = 10^3, 50 trials. The maximum rises with a.",
         ),
         Experiment(
             "Fig. S.2",
-            "MLP-Mixer, RP MLP-Mixer and SW-MLP of hidden layers, by width",
+            "MLP-Mixer, RP MLP-Mixer and SW-MLP with hidden layers, by width",
             ("mixer_figS2",),
         ),
         Experiment("Fig. S.3", "Error by gamma, and by C", ("mixer_figS3_left", "mixer_figS3")),
@@ -109,7 +109,7 @@ EXPERIMENTS: dict[Paper, tuple[Experiment, ...]] = {
         Experiment("Fig. S.5", "Error by patch size, normal and RP", ("mixer_figS5",)),
         Experiment("Fig. S.6", "Test loss of S-Mixers, by C", ("mixer_figS6",)),
         Experiment("Fig. S.7", "Test and training loss with AutoAugment", ("mixer_figS7",)),
-        Experiment("Fig. S.8", "Losses and test accuracy by AdamW", ("mixer_figS8",)),
+        Experiment("Fig. S.8", "Losses and test accuracy with AdamW", ("mixer_figS8",)),
         Experiment(
             "Table S.3",
             "Memory, FLOPs and seconds an epoch",
@@ -184,7 +184,7 @@ EXPERIMENTS: dict[Paper, tuple[Experiment, ...]] = {
             "Figs 10, 11",
             "First-layer filters by data and augmentation",
             verb="filters RUN...",
-            printed="Local with more data and with augmentation.",
+            printed="More data and augmentation make filters local.",
         ),
     ),
 }

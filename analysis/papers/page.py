@@ -54,7 +54,7 @@ class Section:
         if self.experiment.reason:
             return f"not applicable: {self.experiment.reason}"
         if not self.experiment.plans:
-            return "drawn" if self.images else "one command"
+            return "drawn" if self.images else "not drawn"
         if not self.num_finished:
             return "not run"
         is_complete = self.num_finished == self.num_members
@@ -63,7 +63,7 @@ class Section:
     def add(self, result: Result, out: Path) -> None:
         for path in (path for path in write(result, out) if path.suffix == ".png"):
             content = path.read_bytes()
-            width = int.from_bytes(content[16:20], "big") * 110 // DPI  # from the PNG header
+            width = int.from_bytes(content[16:20], "big") * 110 // DPI
             data = base64.b64encode(content).decode()
             self.images.append({"name": path.stem, "width": width, "data": data})
 

@@ -24,7 +24,7 @@ def add_commands(verbs: Verbs) -> None:
         "--epochs",
         type=float,
         default=50.0,
-        help="fit best P, best N and the P-N law to results at this number of epochs (50)",
+        help="fit best P, best N and the P-N law to results at this number of epochs",
     )
     scaling.add_argument("--quick", action="store_true", help="200 resamples instead of 2,000")
 

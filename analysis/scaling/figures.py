@@ -64,7 +64,7 @@ def _draw_size_and_data(studies: Sequence[Study]) -> Figure:
             held, found, style = each.used[law], each.drawn[law], mark(number)
             if held.any():  # a CSV has no P and N
                 values = each.sample.points[variable][held]
-                words = "too few for a law"
+                words = "no law fitted"
                 if not isinstance(found, str):
                     words = f"alpha = {_with_interval(found, 'alpha')}"
                 label = f"{each.sample.name}: {words}"
@@ -125,7 +125,7 @@ def _draw_law(axis: Axes, each: Study, law: str, values: np.ndarray, *, color: s
 
 def _formula(found: Estimate | str) -> str:
     if isinstance(found, str):
-        return "points too few for a law"
+        return "no law fitted"
     known = {name: values_B[0] for name, values_B in found.parameters.items()}
     inside = f"({format_power(known['b'])} + C)" if known.get("b") else "C"
     floor = f" + {known['E_inf']:.3g}" if "E_inf" in known else ""
@@ -151,7 +151,7 @@ def _scale(axis: Axes, label: str, value: str = "error", *, legend_above: bool =
     if value == "error":
         axis.yaxis.set_minor_locator(NullLocator())
         axis.yaxis.set_major_formatter(lambda number, _: f"{100 * number:.3g} %")
-    if legend_above:  # so that it hides no curve
+    if legend_above:
         axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), labelspacing=0.25)
 
 

@@ -55,7 +55,7 @@ class Sample:
         if not np.isfinite(cost).any():
             return "P, N or T is unknown"
         ratio = np.nanmax(cost) / np.nanmin(cost)
-        return f"C / (P N T) varies by {ratio:.2f}" if ratio > PROPORTIONAL else ""
+        return f"C / (P N T) varies {ratio:.2f}-fold" if ratio > PROPORTIONAL else ""
 
     def frontier(self, counted_N: NDArray[np.bool_] | bool = True) -> NDArray[np.bool_]:
         """Return the mask of counted points with a smaller error than all counted points of less

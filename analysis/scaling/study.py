@@ -63,7 +63,6 @@ def study(sample: Sample, *, epochs: float, resamples: int) -> Study:
         for law, counted_N in used.items():
             variable, size = VARIABLES.get(law, ("", "parameters"))
             forms = {"": SUM_LAW if law == "sum" else REPEATS_LAW}
-            # no interval for compute: the least errors of noisy points are biased
             options: dict[str, Any] = {"size": size, "resamples": resamples}
             if law == "compute":
                 smaller_N = sample.frontier(~sample.largest("parameters"))
@@ -97,14 +96,14 @@ def scaling(
     studies = [study(each, epochs=epochs, resamples=resamples) for each in samples]
     rows = pd.concat([each.rows for each in studies], ignore_index=True)
     printed, facts = list[str | pd.DataFrame](), dict[str, Any]()
-    if len(rows):  # factors and offsets are not printed
+    if len(rows):
         shown = rows[rows.drawn & ~rows.parameter.isin(["a", "A", "B", "b"])]
         printed.append(shown.drop(columns=["drawn", "aicc"]))
     for each in studies:
         name, disproportion = each.sample.name, each.sample.disproportion
         lacking = {law: reason for law, reason in each.drawn.items() if isinstance(reason, str)}
         if abs(each.epochs / epochs - 1) > SAME_T:
-            words = f"no results at T = {epochs:g}; sum and allocation are for T"
+            words = f"no results at T = {epochs:g}; `sum` and `allocation` use T"
             printed.append(f"{name}: {words} = {each.epochs:.3g}")
         forms = each.rows[each.rows.aicc.notna()] if len(each.rows) else each.rows
         for law, own in forms.groupby("law") if len(forms) else ():

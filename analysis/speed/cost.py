@@ -67,8 +67,9 @@ def cost(device: torch.device, *, quick: bool) -> Result:
     place = machine(device.type)
     rounds, steps = (1, 1) if quick else (5, 3)
     rows = measure(MODELS, device=device.type, num_rounds=rounds, num_steps=steps)
-    shown = rows.assign(memory_mb=rows.bytes / 1e6, mflop=rows.flop / 1e6)
-    shown["paper_ratio"] = rows.paper_epoch_s / rows.paper_epoch_s[0]
+    shown = rows.rename(columns={"ratio": "epoch / first"})
+    shown = shown.assign(memory_mb=rows.bytes / 1e6, mflop=rows.flop / 1e6)
+    shown["paper epoch / first"] = rows.paper_epoch_s / rows.paper_epoch_s[0]
     title = f"{place}, median of {rounds} rounds of {steps} steps"
     facts = {"machine": place, "rounds": rounds, "steps": steps}
     printed = [title, shown.drop(columns=["bytes", "flop"]), NOTE]

@@ -83,9 +83,9 @@ def efficiency(conditions: Conditions) -> Result:
             "params (M)": rows.num_parameters / 1e6,
             "MACs (G)": rows.multiply_adds / 1e9,
             "latency (ms)": rows.latency_ms,
-            "of first": rows.latency_ratio,
+            "latency / first": rows.latency_ratio,
             "images/s": rows.images_per_s,
-            "of first ": rows.throughput_ratio,
+            "images/s / first": rows.throughput_ratio,
             "images/s with transfer": rows.images_per_s_with_transfer,
             "without / with": rows.transfer_factor,
         }

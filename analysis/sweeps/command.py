@@ -48,8 +48,8 @@ def add_commands(verbs: Verbs) -> None:
     for command in (sweep, curves):
         add_points(command, metavar="POINTS.parquet")
         for option, words in (
-            ("--hue", "variables with a line for each value, such as kind,mixing"),
-            ("--facet", "variables with a panel for each value, such as target"),
+            ("--hue", "variables with a line for each value, such as kind,mixing (default: none)"),
+            ("--facet", "variables with a panel for each value, such as target (default: none)"),
         ):
             command.add_argument(option, type=_names, default=(), help=words)
     widths = add_command(
@@ -66,9 +66,7 @@ def add_commands(verbs: Verbs) -> None:
         default="2^18,2^21,2^27",
         help="connections of a layer, comma-separated",
     )
-    widths.add_argument(
-        "--gamma", type=float, default=1.0, help="hidden width divided by width (default: 1)"
-    )
+    widths.add_argument("--gamma", type=float, default=1.0, help="hidden width divided by width")
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ def widths(omegas: Mapping[str, float], gamma: float) -> Result:
         side = int(widest_side(omega, gamma=gamma))
         if side <= LEAST:
             problem = f"{name} is too small: the widest Mixer has S = C = {side}"
-            fix = f"give at least the Omega that has S = C = {LEAST + 1}"
+            fix = f"give {gamma * (LEAST + 1) ** 3:g} or more"
             raise UserError("--omega", problem, fix, code="bad-value")
         narrow = np.unique(np.geomspace(LEAST, side, 60).round()).astype(int).tolist()
         shapes = {(side, tokens_for(omega, num_channels=side, gamma=gamma)) for side in narrow}

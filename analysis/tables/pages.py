@@ -22,9 +22,9 @@ NOTES = (
     (
         "DA: crop, flip, auto-augment, erasing or mixing is on; for a linear probe, augmented"
         " views. TTA: a tuned checkpoint with augmented views. A paper's row has runs of its"
-        " model on the official split. Runs from scratch have the same length. Others follow 400"
-        " epochs of ImageNet-21k (public checkpoint: 800) with the same augmentation. Runs on"
-        " single folds have their own rows."
+        " model on the official split. Runs from scratch have its length. Other runs start from"
+        " weights of 400 epochs on ImageNet-21k (public checkpoints: as the row says) with the same"
+        " augmentation. Runs on single folds have their own rows."
     ),
 )
 COLORS = {"ours": "#1f2328", "not run": "#8b949e", "better": "#1a7f37", "worse": "#b35900"}

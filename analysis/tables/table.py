@@ -104,9 +104,9 @@ def _is_meant(entries: pd.DataFrame, row: Row, column: str) -> "pd.Series[bool]"
         return pd.Series(False, index=entries.index)
     starts = [f"{PRETRAINED_ON} for 400 epochs" + " without DA" * (not row.is_augmented)]
     if row.is_augmented:
-        starts.append(f"public {PRETRAINED_ON} for 400 epochs")
+        starts.append(f"published {PRETRAINED_ON} weights (400 epochs)")
     if row.public_epochs:
-        starts = [f"public {PRETRAINED_ON} for {row.public_epochs} epochs"]
+        starts = [f"published {PRETRAINED_ON} weights ({row.public_epochs} epochs)"]
     return (
         (entries.method == row.method)
         & (entries.model == model_words(row.model))

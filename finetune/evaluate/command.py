@@ -121,8 +121,8 @@ def print_result(result: dict[str, Any], console: Console, *, stored: bool = Fal
     plain = result.get("plain_top1")
     if result["num_views"] and plain is not None and plain - result["eval/top1"] > WORSE_BY:
         lines.append(
-            f"Plain images reach {plain:.2%}. The augmentation may not suit these classes. Check"
-            " the augment settings, first augment.flip_probability."
+            f"Without views, top-1 is {plain:.2%}. The augmentation may not suit these classes."
+            " Change augment, for example augment.flip_probability=0."
         )
     if stored:
         lines.append("This result is from an earlier run. To repeat it, choose another run_dir.")

@@ -260,7 +260,7 @@ def is_evaluated(settings: EvaluateSettings) -> bool:
 def _content_of(dataset: str) -> str | None:
     try:
         return load_manifest(local_copy(dataset, storage=None)).content_hash
-    except (UserError, OSError):  # the dataset is gone
+    except (UserError, OSError):
         return None
 
 

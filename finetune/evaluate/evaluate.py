@@ -79,7 +79,7 @@ def evaluate_checkpoint(evaluation: Evaluation, world: World) -> dict[str, Any] 
             raise DatasetError(
                 "data.split",
                 "no image of the split decodes",
-                "run data_prep verify on the dataset",
+                f"run data_prep verify {settings.data.dataset}",
                 code="damaged",
             )
         return report(evaluation, answers, reader, tracker, seconds=time.perf_counter() - began_s)

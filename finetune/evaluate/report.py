@@ -228,7 +228,9 @@ def draw_calibration(bins: pd.DataFrame, *, title: str) -> Figure:
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     edges, width = bins.index / NUM_BINS, 1 / NUM_BINS
     above.bar(edges, bins["accuracy"].fillna(0), width, align="edge", color=BLUE, label="accuracy")
-    above.plot(bins["confidence"], bins["accuracy"], "o", color=RED, label="mean confidence")
+    above.plot(
+        bins["confidence"], bins["accuracy"], "o", color=RED, label="mean confidence of a bin"
+    )
     above.plot([0, 1], [0, 1], color="black", linestyle=":", label="confidence = accuracy")
     above.set(title=title, ylabel="accuracy", ylim=(0, 1))
     above.legend(loc="upper left")

@@ -33,7 +33,7 @@ def add_verbs(verbs: Verbs) -> None:
     export.add_argument("out", nargs="?", help="directory to write (with a YAML file: out=DIR)")
     export.add_argument("--formats", help="formats, comma-separated (default: timm,onnx,torch)")
     export.add_argument(
-        "--with-preprocessing", action="store_true", help="graphs take and normalize uint8 images"
+        "--with-preprocessing", action="store_true", help="ONNX and torch take raw uint8 images"
     )
     export.add_argument(
         "--push-to", metavar="USER/NAME", help="push to this repository of the Hugging Face hub"
@@ -57,7 +57,7 @@ def _export(options: argparse.Namespace) -> int:
         return OK  # one rank is enough
     source, out = Checkpoint.open(settings.pretrained), Path(settings.out)
     if source.card.pixel_permutation is not None:
-        problem = f"{settings.pretrained} was trained with data.pixel_permutation"
+        problem = f"exports do not support the data.pixel_permutation of {settings.pretrained}"
         fix = "export a run without it"
         raise UserError("pretrained", problem, fix, code="unsupported")
     if settings.push_to is not None:
@@ -65,7 +65,7 @@ def _export(options: argparse.Namespace) -> int:
     if settings.is_begun(source):
         fault = fault_of(out, needed=tuple(json.loads((out / HASHES).read_text())))
         if fault is not None:
-            problem = f"{out} holds this export, but {fault}"
+            problem = f"{out} has this export, but {fault}"
             raise UserError("out", problem, "choose another out", code="damaged")
         print(f"{out}: exported before; the export is complete")
         return _push(settings)
@@ -73,8 +73,8 @@ def _export(options: argparse.Namespace) -> int:
         missing = [name for name in LIBRARIES[graph] if importlib.util.find_spec(name) is None]
         if missing:
             others = ",".join(each for each in ("timm", *settings.graphs) if each != graph)
-            fix = f"pip install 'wide-mlps[{graph}]', or use --formats {others}"
-            problem = f"{graph} needs {', '.join(missing)}"
+            fix = f"run pip install 'wide-mlps[{graph}]', or use --formats {others}"
+            problem = f"{graph} needs the packages {', '.join(missing)}"
             raise UserError("formats", problem, fix, code="missing-library")
     num_bytes = (source.directory / MODEL).stat().st_size * (1 + len(settings.graphs))
     make_directory(out.absolute().parent)

@@ -100,7 +100,7 @@ def _model_rows(facts: Facts) -> list[tuple[str, str]]:
     fields = ", ".join(f"{name} {value}" for name, value in model.model_dump(mode="json").items())
     stored = NOT_STATED
     if card.stored_crop:
-        stored = f"squares by {card.stored_crop} and {card.stored_interpolation}"
+        stored = f"squares (crop={card.stored_crop}, {card.stored_interpolation})"
     renamed = ""
     if timms_own(card) is not None and isinstance(model, MixerSpec):
         renamed = " of the checkpoint. This export uses timm's names"

@@ -101,7 +101,7 @@ def inputs_of(paths: Sequence[Path], *, split: str | None) -> list[Input]:
     """Return the inputs in their order. Fail if a path does not exist."""
     for path in paths:
         if ":/" in str(path):  # Path replaces // with /
-            fix = "download it, or index it first with data_prep index ... label=none"
+            fix = "download it, or run data_prep index --train URL --out NEW label=none"
             raise SettingsError("IMAGES", f"{path} is not on this disk", fix, code="unsupported")
         if not path.is_dir() and not path.is_file():
             fix = "choose image files, folders, tars or datasets"
@@ -117,7 +117,7 @@ def inputs_of(paths: Sequence[Path], *, split: str | None) -> list[Input]:
                 if manifest.split(name, directory=path).num_samples:
                     found.append(Part(path, manifest, name))
     if split is not None and not any(isinstance(each, Part) for each in found):
-        problem = f"{split} is not valid: `IMAGES` has no dataset"
+        problem = f"{split} needs a dataset among the `IMAGES`"
         raise SettingsError("--split", problem, "remove --split", code="conflict")
     return found
 
@@ -133,5 +133,5 @@ def _count(path: Path) -> int:
     count = sum(1 for _ in pictures_in(path))
     if not count:
         fix = f"to read its tars, give {path}/*.tar" if any(path.glob("*.tar")) else "remove it"
-        raise SettingsError("IMAGES", f"{path} holds no images", fix, code="empty")
+        raise SettingsError("IMAGES", f"{path} has no images", fix, code="empty")
     return count

@@ -212,7 +212,7 @@ def accuracy_of(pairs: Counter[tuple[str, str | None]], classes: Sequence[str]) 
         largest = max(count.values()) / total
         class_mean = sum(right[name] / count[name] for name in count) / len(count)
     num_others = sum(number for (label, _), number in pairs.items() if label not in known)
-    others = f"; the folders of {num_others:,} more are not classes of the model" * bool(num_others)
+    others = f"; {num_others:,} more are of other classes than the model's" * bool(num_others)
     guessed = baselines(len(classes), largest)
     return [
         f"{accuracy(right.total() / total, class_mean)} of {total:,} labeled images"

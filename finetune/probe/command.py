@@ -64,7 +64,7 @@ def _run(verb: str, options: argparse.Namespace) -> int:
         checkpoint = Checkpoint.open(settings.pretrained, verify=world.local_rank == 0)
         card = checkpoint.card
         if data.image_size not in (None, card.image_size):
-            trained = f"{settings.pretrained} was trained with {card.image_size} pixels"
+            trained = f"{settings.pretrained} was trained with image_size {card.image_size}"
             problem, fix = f"{data.image_size} is set, but {trained}", "remove data.image_size"
             raise SettingsError("data.image_size", problem, fix, code="mismatch")
         warn_once(card.other_pixels(manifest, dataset=data.dataset), world)

@@ -211,7 +211,7 @@ class ProbeSettings(FeatureSettings):
                f"set augment.{field}=0")
               for way, field in (self.augment.mixing if self.augment else {}).items()),
             ("epochs", is_lbfgs and len(self.epochs) > 1, "lbfgs takes only one value",
-             "set only the largest number of passes"),
+             f"set epochs=[{max(self.epochs)}]"),
             *((name, is_lbfgs and getattr(self, name) != fields[name].default,
                "has no effect with lbfgs", f"set optimizer=lion, or remove {name}")
               for name in _NOT_FOR_LBFGS),

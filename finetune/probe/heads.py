@@ -147,7 +147,7 @@ def train_heads(
                     clip(gradient_EC, norm=settings.gradient_clip_norm, num_classes=num_classes)
                 update.step(gradient_EC, lr_C=lr_G.repeat(num_classes), decay_C=decay_C)
             kept = [place for place, each in enumerate(now) if each.epochs > epoch + 1]
-            if len(kept) < len(active):  # some heads are finished
+            if len(kept) < len(active):
                 trained_GEK = as_heads(update.weights_EC, num_classes=num_classes)
                 heads_GEK[torch.tensor(active, device=device)] = trained_GEK
                 columns = torch.arange(num_classes).view(-1, 1) * len(active)

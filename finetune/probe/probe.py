@@ -321,7 +321,7 @@ def best_of(judged: list[Judged], *, num_held: int) -> Judged:
     """
     usable = [each for each in judged if not each.has_diverged]
     if not usable:
-        problem = f"all {len(judged)} candidates have diverged"
+        problem = f"all {len(judged)} classifiers have diverged"
         raise UserError("lrs", problem, "choose smaller values", code="not-finite")
     highest = max(each.score.top1 for each in usable)
     error = math.sqrt(highest * (1 - highest) / num_held)

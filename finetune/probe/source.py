@@ -164,7 +164,7 @@ def source_of(settings: ProbeSettings, maker: FeatureMaker) -> Iterator[Cached |
     if maker.world.is_first and (is_streamed or cache.missing_gb):
         place, size = settings.features_place, f"{1e3 * cache.missing_gb:,.1f} MB more"
         if is_streamed:
-            print(f"features are streamed; to keep them, {place} would need {size}")
+            print(f"features are computed again for each batch; to keep them, {place} needs {size}")
         else:
             print(f"features are kept in {place}, which needs {size}")
     if not is_streamed:

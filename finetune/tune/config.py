@@ -156,7 +156,7 @@ def check_kind(settings: TuneSettings) -> None:
     begun = read_yaml(path).get("seeds") if is_begun else settings.seeds
     if (begun is None) != (settings.seeds is None):
         holds = "one run without seeds" if begun is None else f"runs for the seeds {list(begun)}"
-        problem, fix = f"{settings.run_dir} holds {holds}", "choose another run_dir"
+        problem, fix = f"{settings.run_dir} has {holds}", "choose another run_dir"
         raise SettingsError("seeds", problem, fix, code="changed")
 
 

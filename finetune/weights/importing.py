@@ -80,7 +80,7 @@ def import_weights(given: argparse.Namespace) -> list[str]:
         **facts,
     )
     if is_output(given.out, config_of(card), record=CONFIG, kind="these weights", field="out"):
-        Checkpoint.open(given.out)  # the command is repeated
+        Checkpoint.open(given.out)
     else:
         save_folder(given.out, card=card, weights=foreign.weights)
     with torch.device("meta"):
@@ -180,4 +180,4 @@ def _classes(
         fix = "give every class its own name"
         raise UserError("--classes", f"{given} has {twice!r} twice", fix, code="conflict")
     unknown = "unknown; finetune evaluate needs an import with --classes"
-    return names, unknown if is_number else f"of {given}"
+    return names, unknown if is_number else f"from {given}"

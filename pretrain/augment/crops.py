@@ -83,11 +83,7 @@ def draw_boxes(
         np.zeros(count),
         np.arange(count),
     )
-    for tries in (
-        np.arange(1),
-        np.arange(1, 3),
-        np.arange(3, _CROP_TRIES),
-    ):  # usually the first try fits
+    for tries in (np.arange(1), np.arange(1, 3), np.arange(3, _CROP_TRIES)):
         left_over = draws.of(rows) if tries[0] else draws
         area = stored_size**2 * (low + (high - low) * left_over.uniform(Purpose.CROP_AREA, tries))
         ratio = np.exp(math.log(narrow) + spread * left_over.uniform(Purpose.CROP_RATIO, tries))

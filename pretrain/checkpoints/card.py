@@ -71,10 +71,9 @@ class ModelCard(PixelOrder):
         if None in known or known == own:
             return None
         return (
-            f"{dataset}: its images have crop={own[0]} and interpolation={own[1]}, the training"
-            f" images of the weights {known[0]} and {known[1]}. Unless the original images are"
-            f" squares of {manifest.image_size} px, build the dataset with crop={known[0]}"
-            f" interpolation={known[1]}"
+            f"{dataset} has crop={own[0]} interpolation={own[1]}, but the training images of the"
+            f" weights have crop={known[0]} interpolation={known[1]}. Build the dataset with these"
+            f" values, unless its original images are squares of {manifest.image_size} px"
         )
 
 

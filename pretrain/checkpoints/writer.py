@@ -43,9 +43,9 @@ from pretrain.ranks.world import World
 _FIXES = {
     errno.ENOSPC: "free some disk space",
     errno.EDQUOT: "free some of your disk quota",
-    errno.EROFS: "make it writable again",
-    errno.EACCES: "make it writable again",
-    errno.EPERM: "make it writable again",
+    errno.EROFS: "make the directory writable",
+    errno.EACCES: "make the directory writable",
+    errno.EPERM: "make the directory writable",
     errno.ENOTDIR: "put the directory back",
     errno.EEXIST: "put the directory back",
     errno.EXDEV: "keep the run directory on one file system",
@@ -251,7 +251,7 @@ class CheckpointWriter:
             self.make_room(timeout_s=None)
             retry_at_s = min(time.monotonic() + RETRY_S, give_up_at_s)
             while self._fault is not None and time.monotonic() < retry_at_s:
-                PROGRESS.touch()  # waiting is no hang
+                PROGRESS.touch()
                 time.sleep(_LOOK_S)
 
     def _work(self, snapshot: Snapshot) -> None:

@@ -367,7 +367,7 @@ class ShardStore:
             try:
                 self._check(file)
                 if time.monotonic() < self._paused_until_s:
-                    raise NoRoomError(file.source, "the store is full", code="no-space")
+                    raise NoRoomError(file.source, "the shard cache is full", code="no-space")
                 is_held = self._share(file) or self._download(file)
             except NoRoomError:
                 pending.appendleft(file)

@@ -100,7 +100,7 @@ def micro_batch_size(
         write_json(path, sizes | {situation: size})
         parts = f"{share // size} micro-batches" if size < share else "one micro-batch"
         print(
-            f"{path.parent.name}: local_batch_size auto is {size:,} samples at once on a rank,"
+            f"{path.parent.name}: local_batch_size=auto: {size:,} samples at once on a rank,"
             f" {parts} a step",
             flush=True,
         )

@@ -52,7 +52,7 @@ class ShardedUpdate:
         pieces = [self._pieces(number) for number in range(len(self._shards))]
         self.norm = self._norm(pieces)
         excess = torch.ones_like(self.norm)
-        if self._clip_norm:  # DeepSpeed's formula
+        if self._clip_norm:
             excess = ((self.norm + 1e-6) / self._clip_norm).clamp(min=1)
         share = torch.where(self.norm.isfinite(), 1 / excess, torch.nan)
         if isinstance(self._plain, Lion):

@@ -235,7 +235,7 @@ def print_plan(plan: Plan, num_nodes: Sequence[int], console: "Console") -> None
     cluster, best = plan.cluster, plan.best(num_nodes)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     stages = "/".join(map(str, STAGES))
-    for word in ("nodes", "batch/rank", f"GB held, {stages}", f"MB sent, {stages}"):
+    for word in ("nodes", "batch/rank", f"GB at ZeRO {stages}", f"MB sent at ZeRO {stages}"):
         table.add_column(word, justify="right", no_wrap=True)
     for word in ("compute ms", "step ms", "images/s", ""):
         table.add_column(word, justify="right", no_wrap=True)

@@ -397,7 +397,7 @@ def restore(trainer: Trainer, task: Task) -> TrainerState:
     elif trainer_state.samples_consumed != trainer_state.step * trainer.plan.global_batch_size:
         problem = "the checkpoint was made with another train.global_batch_size"
     if problem:
-        fix = "restore the former value, or choose another run_dir"
+        fix = "restore the former setting or images, or choose another run_dir"
         raise CheckpointError(str(place), problem, fix, code="changed")
     trainer.engine.import_state(state)
     filters = source.card.fed_interpolation, task.settings.augment.plain_filter

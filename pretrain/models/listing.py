@@ -102,9 +102,9 @@ def print_models(rows: Sequence[ModelRow], unfit: Sequence[str], console: Consol
             console.print(_table(COLUMNS, members, sizes=sizes, style="dim"))
             console.print()
     console.print(
-        "MACs: of one image's forward pass (papers call a MAC a FLOP). Omega: mean number of"
-        " connections per layer in the blocks. params: includes a head of 1,000 classes (10 for"
-        " images up to 32 px), or of --classes (11230 gives the sizes in Scaling MLPs).",
+        "MACs: one image's forward pass (papers call a MAC a FLOP). Omega: mean number of"
+        " connections per layer in the blocks. params: with a head of 1,000 classes (10 for images"
+        " up to 32 px), or of --classes (11230 gives the sizes in Scaling MLPs).",
         style="dim",
     )
     if unfit:

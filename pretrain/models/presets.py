@@ -147,7 +147,7 @@ def _mixers() -> dict[str, Preset]:
         "mixer_b_w_c3": Preset({**b_w, "expansion": 4.57}, 224, "C.3 (ImageNet-1k)"),
         "mixer_ss_8": Preset(ss_8, 32, "CIFAR Table 1", 10),
         "mixer_ss_w": Preset(ss_w, 32, "CIFAR Table 1", 10),
-        "rp_mixer_b_w": Preset({**b_w, "permuted_blocks": "all"}, 224, "cost"),
+        "rp_mixer_b_w": Preset({**b_w, "permuted_blocks": "all"}, 224, "RP variant"),
         "rp_mixer_ss_w": Preset({**ss_w, "permuted_blocks": "all"}, 32, "RP variant", 10),
     }
     for patch, tokens in {7: 923, 8: 779, 14: 283, 16: 196, 28: 26, 32: 15}.items():

@@ -212,7 +212,7 @@ def _timed(command: list[str], values: dict[str, Any], data: Data) -> str:
     how += f" (busy: load {load:.0f} on {cores} cores)" if load > 2 * cores else ""
     num_images = passes * data.num_train + num_evaluations * data.num_judged / 3
     length = in_words(num_images / per_s)
-    return f"{per_s:,.0f} images/s and {peak_gb:.1f} GB in {how}: about {length} for {what}"
+    return f"{per_s:,.0f} images/s and {peak_gb:.1f} GB of RAM in {how}: about {length} for {what}"
 
 
 def _run(command: list[str], output: Any = None) -> int:

@@ -20,9 +20,9 @@ FEW = 20_000
 """Number of training images below which pretrained weights matter more than any setting."""
 PAPER = "Scaling MLPs"
 EXPECTED = (
-    f"An MLP from scratch needs many images. In {PAPER}, 50,000 (CIFAR-10) gave 58.1 % in 100"
-    " epochs, 70.1 % in 1,000\nwith augmentation, and 93.6 % from weights pretrained on"
-    " ImageNet-21k. 5,000 (STL-10) gave 88.9 % from such weights."
+    f"An MLP from scratch needs many images. In {PAPER}, 50,000 images (CIFAR-10) gave 58.1 %"
+    " top-1 in 100 epochs,\nand 70.1 % in 1,000 with augmentation. Weights pretrained on"
+    " ImageNet-21k gave 93.6 %, and 88.9 % for 5,000 images (STL-10)."
 )
 WEIGHTS = (
     "RUN is one of your runs, hf-hub:USER/NAME, timm:NAME (for example timm:mixer_b16_224), or a"
@@ -67,7 +67,7 @@ def pretraining(data: Data, machine: Machine, *, name: str) -> dict[str, Any]:
         preset for least, preset in _MODELS if count >= least and (machine.gpus or least < 200_000)
     ][-1]
     epochs = 100 if machine.gpus else max(10, min(100, 4_000_000 // count))
-    gained = f"1,000 epochs with augmentation gave {PAPER} 12 points more on CIFAR-10"
+    gained = f"1,000 epochs with augmentation gave {PAPER} 12 percentage points more on CIFAR-10"
     found = _common(
         data, name=name, epochs=epochs, warmup=epochs / 50, most=4096 if machine.gpus else 1024
     )

@@ -80,7 +80,7 @@ def draw_filters(
     sheet.paste(bar, (MARGIN, MARGIN + 36))
     facts = (
         f"{-scale:.2g} to {scale:.2g}, {COLORS[color]};"
-        " noise means hardly trained; one color means flat"
+        " noise: hardly trained; one color: equal weights"
     )
     small.draw(sheet, (MARGIN + bar.width + 8, MARGIN + 33), facts, QUIET)
     inside = panel - 2 * MARGIN

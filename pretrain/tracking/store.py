@@ -269,8 +269,8 @@ def _unusable(path: Path, fault: str) -> UserError:
     return UserError(
         str(path),
         f"MLflow cannot use this database ({fault})",
-        f"mkdir {old} && mv {path}* {old}; then `pretrain sync RUN` for every run of {path.parent}"
-        " fills a new database from the event logs",
+        f"run mkdir {old} && mv {path}* {old}; then `pretrain sync RUN` for every run of"
+        f" {path.parent} fills a new database from the event logs",
         code="damaged",
     )
 

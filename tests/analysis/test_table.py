@@ -134,8 +134,8 @@ def scratch(length: str, **changes: Any) -> dict[str, Any]:
     [
         (SMALL | {"start": WITHOUT}, "fine-tune B-6/Wi-1024, no DA"),
         (SMALL, "fine-tune B-6/Wi-1024 + DA"),
-        ({"start": "public imagenet21k for 800 epochs"}, "fine-tune B-12/Wi-1024, 800 epochs"),
-        ({"start": "public imagenet21k for 400 epochs"}, ROW),
+        ({"start": "published imagenet21k weights (800 epochs)"}, "fine-tune B-12/Wi-1024, 800 epochs"),
+        ({"start": "published imagenet21k weights (400 epochs)"}, ROW),
         (SMALL | scratch("1000 epochs"), "MLP-Inv + DA, 1000 epochs"),
         # runs without a row in the papers
         (SMALL | PLAIN | {"start": "x"}, "fine-tune B-6/Wi-1024, no DA, of x"),

@@ -264,11 +264,7 @@ def test_a_kept_checkpoint_is_the_end_of_a_shorter_run_and_a_branch_goes_on_from
             (),
             f"{run} has no checkpoint of step 26. Choose one of the steps 18, 35, 52",
         ),
-        (
-            f"{run}@1epochs",
-            ("train.seed=1",),
-            "needs the settings of its run, but yours differ (train.seed: 1, was 0)",
-        ),
+        (f"{run}@1epochs", ("train.seed=1",), ", but yours differ (train.seed: 1, was 0)"),
         (f"{run}@2epochs", (), f"2 epochs is 35 steps, but {run}@2epochs is at step 35"),
     ):
         assert (

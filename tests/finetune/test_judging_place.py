@@ -208,7 +208,7 @@ def test_views_that_cost_more_than_they_bring_are_told_of(shapes: Path, tmp_path
         console = Console(width=120, file=io.StringIO())
         print_result(result | {"plain_top1": plain, "eval/top1": top1}, console)
         said = console.file.getvalue()
-        assert ("Plain images reach 90.00%" in said) is hinted
+        assert ("Without views, top-1 is 90.00%" in said) is hinted
         assert (
             "crop_scale [0.4, 1.0], crop_ratio [1.0, 1.0], flip_probability 0.5, from the"
             " public command" in said

@@ -190,7 +190,7 @@ def test_weights_are_tuned_or_probed_in_the_place_of_a_pretraining(
             and "58.1" not in said
         )
         how = (
-            r"# expected  [\d,]+ images/s and [\d.]+ GB in \d+ steps of a tuning timed on this machine.*:"
+            r"# expected  [\d,]+ images/s and [\d.]+ GB of RAM in \d+ steps of a tuning timed on this machine.*:"
             r" about \d+ s for the features"
         )
         assert (re.search(how, Path(f"runs/{name}.yaml").read_text()) is not None) == (
