@@ -105,7 +105,7 @@ def compare_driver(driver: str, cuda: str) -> Finding:
         return Finding("driver", "ok", f"{driver} runs torch's CUDA {cuda}")
     fix = f"run make CUDA={BUILD}, or install a newer driver"
     if _parts(driver) < _parts(OLDEST_DRIVER[12]):
-        fix = f"install driver {OLDEST_DRIVER[12]} or newer, for make CUDA={BUILD}"
+        fix = f"install driver {OLDEST_DRIVER[12]} or newer, then run make CUDA={BUILD}"
     problem = f"driver {driver} is older than {oldest}, which torch's CUDA {cuda} needs"
     return Finding("driver", "FAULT", problem, fix)
 
@@ -156,7 +156,7 @@ def check_locks(submission: Submission, _env: Mapping[str, str]) -> Iterable[Fin
             found[point.strip()] = option
     for point, option in found.items():
         text = f"{point} is mounted with {option}, so two nodes could write to the same run"
-        fix = "keep jobs, runs and data on a file system with flock, or ask the site for flock"
+        fix = "keep jobs, runs and data on a file system with flock"
         yield Finding("locks", "warning", text, fix)
 
 

@@ -59,7 +59,7 @@ def lay_out(options: argparse.Namespace) -> int:
         link.symlink_to(leads_to)
     for target in kept:
         print(f"kept, although the package has another version: {target}")
-    print(f"{directory}: {len(copies)} configs and job scripts, Python of {sys.prefix}")
+    print(f"{directory} has {len(copies)} configs and job scripts, and uses {sys.prefix}")
     print(
         f"next: cd {directory}, describe your site in cluster/site.env, then cluster/submit --check"
     )

@@ -396,7 +396,7 @@ class Job:
         # ranks that received a signal end with these exit codes
         self.stopped = self.stopped or code == 0 or was_stopped(code)
         why = f"{self.why_stopped()}, " if self.stopped else ""
-        self.log(f"{place} is not finished: {why}srun ended with {code}")
+        self.log(f"{place} is not finished: {why}srun ended with exit code {code}")
         raise self.start_again("stopped" if self.stopped else "failed")
 
     # ---- attempts
@@ -532,7 +532,7 @@ class Job:
             wait_for_successor(at.array, at.task, successor)
         except SlurmError as error:
             raise End(
-                f"jobs that depend on {label} cannot wait for {successor} ({error})"
+                f"jobs after {label} cannot wait for {successor} ({error}); submit them again"
             ) from None
         return End("", 0)
 
@@ -671,7 +671,8 @@ def submit_merge(job: Job, words: list[str]) -> None:
         sbatch = ("sbatch", "--parsable", *options, *script)
         noted.write_text(slurm(*sbatch, tries=6, environment=new_job(os.environ)))
     except SlurmError as error:
-        fix = "submit it after all tasks: sbatch --array=0 cluster/data_prep.slurm --merge ..."
+        command = f"sbatch --array=0 cluster/data_prep.slurm --merge {shlex.join(words)}"
+        fix = f"submit it after all tasks: {command}"
         job.log(f"WARNING: the merge could not be submitted ({error}); {fix}")
 
 

@@ -111,13 +111,13 @@ class Entry(Settings):
             raise UserError(f"grid.{name}", problem, fix, code="bad-value")
         if self.checkpoints and not self.for_each:
             problem = "this setting needs for_each"
-            fix = "set for_each: pretrain, or put pretrained=RUN@50epochs into the grid"
+            fix = "set for_each: pretrain, or pretrained: [RUN@50epochs] in the grid"
             raise UserError("checkpoints", problem, fix, code="missing-value")
         if self.nodes is not None and self.gpus is not None:
             problem = "gpus requests a part of a node, and nodes requests complete nodes"
             raise UserError("gpus", problem, "omit one of the two", code="conflict")
         if self.is_grid and self.run_dir is None:
-            fix = "name its axes, for example runs/{name}/{seed}"
+            fix = "name all axes, for example runs/{name}/{seed}"
             raise UserError("run_dir", "a grid needs a run_dir", fix, code="missing-value")
         return self
 
@@ -450,7 +450,7 @@ def _axes(entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> dict[str, list
         labels = [choice.label for choice in choices]
         if twice := next((label for label in labels if labels.count(label) > 1), None):
             problem = f"two values of this axis have the label {twice!r}"
-            raise SettingsError(name, problem, "write cases with different names", code="conflict")
+            raise SettingsError(name, problem, "give them different names", code="conflict")
     return axes
 
 
@@ -499,7 +499,7 @@ def _label(name: str, value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     label = re.sub(r"[^A-Za-z0-9._+-]+", "-", text).strip("-")
     if isinstance(value, list | dict) or not label:
-        fix = f"write cases: {{some_name: {{{name}: {text}}}}}"
+        fix = f"give the value a name: {{some_name: {{{name}: {text}}}}}"
         raise SettingsError(f"grid.{name}", f"{text} has no short label", fix, code="bad-value")
     return label
 

@@ -56,7 +56,7 @@ CERTAIN = ("no gpu", "gpus", "gpu error", "wrong product", "no answer", "scratch
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="preflight", description="Check each node of a job.")
     parser.add_argument("job_dir", type=Path, metavar="JOB_DIR")
-    parser.add_argument("--nodes", default="", help="nodes of the job, comma-separated, in order")
+    parser.add_argument("--nodes", default="", help="nodes of the job, comma-separated")
     parser.add_argument(
         "--read", action="append", default=[], metavar="PATH", help="path that every node can read"
     )
@@ -186,7 +186,7 @@ def check_node(world: World, read: Sequence[str]) -> Steps:
     expected, visible = expected_gpus(os.environ), torch.cuda.device_count()
     if visible < expected:
         seen = f"torch sees {visible or 'none'} of its {expected} GPUs"
-        text = f"{seen}; see nvidia-smi on the node (PREFLIGHT_GPUS=ignore trains on CPUs)"
+        text = f"{seen}; see nvidia-smi on the node (PREFLIGHT_GPUS=ignore accepts it)"
         faults.append(["gpus" if visible else "no gpu", text])
         yield found
         return
@@ -242,11 +242,11 @@ def check_scratch(directory: Path) -> tuple[float | None, list[list[str]]]:
     except OSError as error:
         disk_errors = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EUCLEAN)
         kind = "scratch" if error.errno in disk_errors else "place of scratch"
-        return None, [[kind, f"the scratch directory {directory} cannot be used: {error.strerror}"]]
+        return None, [[kind, f"{directory} (NODE_SCRATCH) cannot be used: {error.strerror}"]]
     free_gb = round(space.f_bavail * space.f_frsize / 1e9, 2)
     if free_gb >= MIN_FREE_GB:
         return free_gb, []
-    text = f"{directory} has {free_gb:.2g} GB free (threshold {MIN_FREE_GB:g} GB)"
+    text = f"{directory} has {free_gb:.2g} GB free, less than {MIN_FREE_GB:g} GB"
     return free_gb, [["scratch", text]]
 
 

@@ -10,9 +10,12 @@ end() {
 trap : USR2 TERM # they reach this shell and the rank, which handles them
 echo "--- attempt $((${SLURM_RESTART_COUNT:-0} + 1)): rank $SLURM_PROCID on $node, $(date -Is)"
 if [ -n "$cache" ]; then
-    (umask 077 && mkdir -p "$cache") || { echo "$cache cannot be made on $node, for compiled kernels. Set NODE_SCRATCH" >&2; end 1; }
+    (umask 077 && mkdir -p "$cache") || {
+        echo "$node cannot create $cache for compiled kernels. Set NODE_SCRATCH in cluster/site.env to a local directory" >&2
+        end 1
+    }
     if [ ! -O "$cache" ] || [ -h "$cache" ] || [ ! -w "$cache" ]; then
-        echo "$cache on $node is not a writable directory of this user. Set NODE_SCRATCH" >&2
+        echo "$cache on $node is not a writable directory of this user. Set NODE_SCRATCH in cluster/site.env to a local directory" >&2
         end 1
     fi
 fi

@@ -51,14 +51,14 @@ def resolve(words: Sequence[str], snapshot: Path | None) -> Work:
     if words[0] != "grid":
         kind = next(kind for kind, command in COMMANDS.items() if command.words == tuple(words[:2]))
         if len(words) < 3:
-            problem, fix = "no config is given", "sbatch cluster/NAME.slurm CONFIG [key=value ...]"
+            problem, fix = "no config is given", "run sbatch cluster/NAME.slurm CONFIG"
             raise SettingsError("CONFIG", problem, fix, code="missing-value")
         if kind != "build" and "SLURM_ARRAY_TASK_ID" in os.environ:
             fix = "for several runs, write a plan: cluster/submit PLAN"
             raise SettingsError("--array", f"{words[1]} is one run", fix, code="conflict")
         return Work(kind, kept(words[2], snapshot), tuple(words[3:]))
     if len(words) != 4 or not words[3].isdigit():
-        problem = "needs PLAN STAGE and a job array"
+        problem = "it needs PLAN STAGE and a job array"
         fix = "run cluster/submit cluster/grid.slurm PLAN STAGE; put overrides into the plan"
         raise SettingsError("cluster/grid.slurm", problem, fix, code="bad-syntax")
     stage, index = load_plan(words[1], snapshot=snapshot).stage(words[2]), int(words[3])

@@ -59,7 +59,7 @@ def slurm(*words: str, tries: int = 1, environment: Mapping[str, str] = os.envir
         else:
             if done.returncode == 0:
                 return done.stdout
-            reason = done.stderr.strip() or f"ended with {done.returncode}"
+            reason = done.stderr.strip() or f"it ended with code {done.returncode}"
         if left:
             time.sleep(10)
     raise SlurmError(words[0], reason, code="scheduler")

@@ -9,7 +9,7 @@ trap 'mkdir -p jobs; : >"$STOPPED"; [ -z "$job" ] || kill -USR2 "$job"' USR2 TER
 job=''
 cd -P . || exit 1 # the path that realpath prints, not a link
 # shellcheck disable=SC2154 # `code` and `kept` are the job script's
-snapshot=$("$code/cluster/snapshot" --of-job "$kept" "$@") || { echo "not started. Submit jobs from the repository root" >&2; exit 2; }
+snapshot=$("$code/cluster/snapshot" --of-job "$kept" "$@") || { echo "not started (see above). Submit the job again, from the repository root" >&2; exit 2; }
 # shellcheck source=cluster/environment.sh
 . "$snapshot/cluster/environment.sh" "$snapshot/cluster/site.env"
 export PYTHONPATH=$snapshot PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 PYTHONNOUSERSITE=1 # packages in ~/.local would shadow the locked ones

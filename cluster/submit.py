@@ -172,7 +172,7 @@ def examine(submission: Submission) -> Order:
         raise SettingsError(str(script), "no such file", fix, code="missing-path")
     kept = Path("cluster", script.name)
     if not kept.is_file() or not kept.samefile(script):
-        problem = "a job's snapshot has only scripts of cluster/"
+        problem = "a job script must be in cluster/"
         raise SettingsError(str(script), problem, "move it to cluster/", code="missing-path")
     first = submission.arguments[0]
     if first.startswith("-") and script.name != "data_prep.slurm":
@@ -275,7 +275,7 @@ def warn_of_nodes(submission: Submission, works: Sequence[Work]) -> None:
     for name, field in SPEEDS.items():
         value = os.environ.get(name)
         if value and not re.fullmatch(r"[0-9]*[1-9][0-9]*", value):
-            problem, fix = f"{value!r} is not a whole number", "fix it in cluster/site.env"
+            problem, fix = f"{value!r} is not a whole number above 0", "fix it in cluster/site.env"
             raise SettingsError(name, problem, fix, code="bad-value")
         if value:
             speeds[field] = float(value)

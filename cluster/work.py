@@ -119,7 +119,7 @@ class Work:
             try:
                 for override in self.overrides:
                     if override.startswith("-"):
-                        fix = "put options of sbatch before the script; --nodes sets the ranks"
+                        fix = "put options of sbatch before the script; use --nodes, not --ranks"
                         problem = "only key=value may follow CONFIG"
                         raise SettingsError(override, problem, fix, code="bad-syntax")
                     apply_override(tree, override, schema=schema)
@@ -259,7 +259,7 @@ class Work:
                 continue
             if path.endswith(f"/{MANIFEST_NAME}"):
                 problem = f"this is not a complete dataset (no {MANIFEST_NAME})"
-                fix = "build it: cluster/submit cluster/data_prep.slurm CONFIG"
+                fix = "run data_prep build, or cluster/submit cluster/data_prep.slurm CONFIG"
                 dataset = path.removesuffix(f"/{MANIFEST_NAME}")
                 found.append(UserError(dataset, problem, fix, code="unfinished"))
             else:

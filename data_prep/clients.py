@@ -166,7 +166,7 @@ class Hub(Bucket):
         return dict(system.info(url, refresh=True, expand_info=True))
 
 
-_WEB = Web("aiohttp", "remote", "~/.netrc", "no key")
+_WEB = Web("aiohttp", "remote", "~/.netrc", "none")
 _AZURE = Azure("adlfs", "azure", "AZURE_STORAGE_* with account_name, az login", "anon=true")
 KINDS: dict[str, Bucket] = {
     "http": _WEB,
@@ -205,7 +205,10 @@ def client(url: str, storage: Mapping[str, Any], *, silence_s: float = READ_TIME
         problem, fix = f"{scheme}:// is not supported", f"use {SCHEMES}"
         raise UserError(shown(url), problem, fix, code="unsupported")
     if kind is not None and find_spec(kind.package) is None:
-        problem, fix = f"{kind.package} is not installed", f"pip install 'wide-mlps[{kind.extra}]'"
+        problem, fix = (
+            f"{kind.package} is not installed",
+            f"run pip install 'wide-mlps[{kind.extra}]'",
+        )
         raise UserError(f"{scheme}://", problem, fix, code="missing-library")
     options = kind.options(url, storage, silence_s) if kind else dict(storage)
     try:
@@ -316,7 +319,7 @@ def without_secrets(url: str, *, remedy: str, field: str = "") -> str:
     addresses = "::".join(part for part in url.split("::") if not is_command(part))
     for found in _PLACE_IN_A_LIST.finditer(addresses):
         if secret := _secret_in(found[0]):
-            problem = f"{shown(found[0])} contains {secret}, which records of it would show"
+            problem = f"{shown(found[0])} contains {secret}, which records would show"
             raise UserError(field, problem, remedy, code="bad-value")
     return url
 
@@ -334,7 +337,7 @@ def _secret_in(place: str) -> str | None:
     for word in filter(None, [*parts.query.split("&"), parts.fragment]):
         name, has_value, _ = word.partition("=")
         if not _HARMLESS.fullmatch(word) and (kind or _LIKE_A_KEY.search(name)):
-            return name if has_value else "a query"
+            return f"{name}=..." if has_value else "a query"
     return None
 
 
@@ -361,7 +364,7 @@ def refuse_hopeless(url: str, error: Exception) -> None:
         raise UserError(place, "it is not an address of the hub", fix, code="bad-value") from None
     if names & _NOT_ON_THE_HUB:
         problem = "the file does not exist, or you have no access to it"
-        fix = f"correct the address (hf://datasets/USER/NAME/FILE), or give {kind.credentials}"
+        fix = f"correct the address (hf://datasets/USER/NAME/FILE), or log in ({kind.credentials})"
     elif "NoSuchBucket" in facts or "ContainerNotFound" in facts:
         problem, fix = "the bucket does not exist", "correct the address, or create the bucket"
     elif is_missing:
@@ -387,13 +390,14 @@ def _no_access(
     if not (is_refused(error) or names & _NO_CREDENTIALS or "Forbidden: " in facts):
         return None
     if is_refused(error) and _EXPIRED.search(facts):
-        return "the credentials have expired", f"renew them ({kind.credentials}, or storage)"
+        return (
+            "the credentials have expired",
+            f"renew them ({kind.credentials}, or the setting storage)",
+        )
     payer = f", {kind.payer} if the reader pays" if kind.payer else ""
-    give = f"give credentials ({kind.credentials}, or storage)"
-    return (
-        "access is denied",
-        f"{give}, or the storage option {kind.public} for public data{payer}",
-    )
+    give = f"give credentials ({kind.credentials}, or the setting storage)"
+    fix = f"{give}; storage options for public data: {kind.public}{payer}"
+    return "access is denied", fix
 
 
 def is_refused(error: Exception) -> bool:
@@ -445,4 +449,5 @@ def _wrong_options(url: str, error: Exception) -> UserError:
         fix = "set AZURE_STORAGE_ACCOUNT_NAME, or the storage option account_name"
         return UserError(shown(url), "the account is missing", fix, code="missing-value")
     scheme = url.partition("://")[0]
-    return UserError("storage", f"{scheme} does not take these options ({error})", code="bad-value")
+    problem = f"{scheme} does not take these options ({error})"
+    return UserError("storage", problem, "remove the wrong option", code="bad-value")

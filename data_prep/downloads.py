@@ -57,7 +57,7 @@ def fetch_dataset(
     """Download or copy the files of a dataset; yield a line about each."""
     published = CATALOG[name]
     if published.path(archives) == published.installed and mirror is None and copy_from is None:
-        yield f"{published.installed}: installed by a package of Debian; nothing to download"
+        yield f"{published.installed}: installed by a Debian package; nothing to download"
         return
     without_secrets(mirror or "", remedy="Give an address without secrets", field="--mirror")
     folder = archives / published.folder
@@ -92,7 +92,7 @@ class _File:
         """Return an error whose fix names the other ways to get the file."""
         known = f"MD5 {self.md5}, from {self.published.sums_from}" if self.md5 else "no known MD5"
         place = "FOLDER" if self.published.folder else "FILE"
-        fix = f"Repeat the command, give another server as --mirror URL, or get {self.name} by hand"
+        fix = f"Repeat the command, give a --mirror URL, or get {self.name} by hand"
         fix = f"{fix} ({known}): data_prep fetch {self.dataset} --from {place}"
         kind = RemoteError if code == "unreachable" else UserError
         return kind(field, problem, fix, code=code)
@@ -142,7 +142,7 @@ class _File:
             except UserError as error:
                 failure = error
         if isinstance(failure, RemoteError):
-            problem = failure.problem + ("" if mirror else "; this address was never tested")
+            problem = failure.problem + ("" if mirror else "; this address is untested")
             failure = self._error(failure.field, problem, code="unreachable")
         raise failure
 
@@ -163,7 +163,7 @@ class _File:
             elif reply.headers["Content-Range"] != f"bytes {held}-{size - 1}/{size}":
                 reply.close()
                 part.unlink()
-                raise OSError("the server sent another byte range than requested")
+                raise OSError("the server sent other bytes than requested")
         with reply:
             if not size or held < size:
                 self._receive(reply, part, held, size)

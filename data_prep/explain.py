@@ -108,7 +108,7 @@ class Parser(argparse.ArgumentParser):
         if not self.commands and not any(word.startswith("-") for word in rest):
             if not hasattr(options, "overrides") and rest:
                 fix = f"write {self._shortest_line()}"
-                self._fail(rest[0], "is not expected", fix, code="bad-syntax")
+                self._fail(rest[0], "it is not expected", fix, code="bad-syntax")
             if rest:
                 options.overrides, rest = [*options.overrides, *rest], []
         for option in (word.partition("=")[0] for word in rest if word.startswith("-")):
@@ -172,7 +172,7 @@ def program(name: str, *, description: str, add_verbs: Callable[[Verbs], None]) 
     known = dict(verbs.choices)
     explain = verbs.add_parser(
         "explain",
-        help="explain the settings of a command: meaning, type, default and example of each",
+        help="explain the settings of a command: meaning, type, default and example",
         epilog=f"{name} explain {next(iter(known))}",
     )
     explain.add_argument(
@@ -298,7 +298,7 @@ def options_of(verb: argparse.ArgumentParser) -> list[Explained]:
         if action.choices and action.dest != "verb":
             kind = _listed(map(str, action.choices))
         elif action.nargs == 0:
-            kind = "given or not"
+            kind = "flag without a value"
         key = ", ".join(action.option_strings) or str(action.metavar or action.dest)
         meaning = (action.help or "") % {**vars(action), "prog": verb.prog}
         default = None if action.required else "" if _names_default(action) else str(action.default)

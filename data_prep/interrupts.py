@@ -61,7 +61,7 @@ def interruptible(program: str, module: str) -> Callable[..., int]:
             signal.signal(signal.SIGINT, before)
         if code == 0 and (fault := console.lost_output()) is not None:
             print(
-                f"{program}: standard output: cannot be written ({fault.strerror}). Repeat the"
+                f"{program}: standard output cannot be written ({fault.strerror}). Repeat the"
                 " command",
                 file=sys.stderr,
             )

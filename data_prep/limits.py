@@ -45,7 +45,7 @@ def is_fixable(error: OSError) -> bool:
 
 def error_of_system(error: OSError) -> UserError:
     """Return a UserError for the same error, with a field, a fix and a code."""
-    code, fix = _FIXES.get(error.errno or 0, ("unreadable", "correct this"))
+    code, fix = _FIXES.get(error.errno or 0, ("unreadable", "remove the cause"))
     if remedy := limit_remedy(error):
         code, fix = "no-space", remedy
     field = "system" if error.filename is None else str(error.filename)

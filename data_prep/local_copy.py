@@ -50,7 +50,7 @@ def local_copy(
     if url.startswith("file://"):
         return Path(url.removeprefix("file://"))
     if is_command(url):
-        problem, fix = "a command can only be streamed", "set data.stream=true"
+        problem, fix = "a command (pipe:) can only be streamed", "set data.stream=true"
         raise UserError("data.dataset", problem, fix, code="unsupported")
     if "://" not in url:
         return Path(dataset)
@@ -103,7 +103,7 @@ def _copied(url: str, cache: Path, storage: Storage) -> Path:
             write_atomic(directory / HOST_NAME, host_of(url).encode())
             save_manifest(directory, _with_addresses(url, manifest))
     except ContentError as error:
-        fix = "write the dataset again"
+        fix = "upload the dataset again (data_prep push)"
         raise DatasetError(shown(url), str(error), fix, code="damaged") from None
     except OSError as error:
         problem = f"{cache} cannot be written ({error.strerror})"
@@ -163,7 +163,7 @@ def _address(url: str, file: str) -> str:
         return file
     if posixpath.isabs(file):
         problem = f"its shards, such as {file}, are on the disk of the machine that made it"
-        fix = "index the shards in their original place"
+        fix = "upload the shards, then run data_prep index for their URLs"
         raise DatasetError(shown(url), problem, fix, code="unsupported")
     scheme, _, rest = url.partition("://")
     place, _, folder = rest.partition("/")

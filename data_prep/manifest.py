@@ -250,7 +250,7 @@ def load_manifest(directory: Path | str) -> Manifest:
     except (FileNotFoundError, NotADirectoryError):
         raise _no_dataset(path.parent) from None
     except OSError as error:
-        fix = "correct this, or rebuild the dataset"
+        fix = "make it readable, or rebuild the dataset"
         raise DatasetError(str(path), cause_of(error), fix, code="unreadable") from None
     return parse_manifest(data, path)
 
@@ -269,11 +269,11 @@ def parse_manifest(data: bytes, path: Path | str) -> Manifest:
             why = (
                 f"{'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}"
             )
-        problem = f"it is damaged, or no manifest ({why})"
-        fix = "copy it again from an intact copy, or rebuild the dataset"
+        problem = f"it is damaged or no manifest ({why})"
+        fix = "copy it again, or rebuild the dataset"
         raise DatasetError(str(path), problem, fix, code="damaged") from None
-    problem = f"it has schema version {version!r}, but this tool reads {SCHEMA_VERSION}"
-    fix = "rebuild it, or use the tool that wrote it"
+    problem = f"it has schema version {version!r}, but this program reads {SCHEMA_VERSION}"
+    fix = "rebuild the dataset, or install the wide-mlps that wrote it"
     raise DatasetError(str(path), problem, fix, code="unsupported")
 
 
@@ -293,15 +293,15 @@ def _no_dataset(place: Path) -> DatasetError:
         problem, code = f"it has no {MANIFEST_NAME}, so it is unfinished", "unfinished"
         fix = "run its data_prep build again, which resumes"
     elif (place / "config.yaml").is_file() or (place / "model.safetensors").is_file():
-        problem, code = "it is a run, or its weights, and no dataset", "wrong-command"
-        fix = "choose a directory that data_prep build or index has written"
+        problem, code = "it is a run or weights, not a dataset", "wrong-command"
+        fix = "choose a dataset directory"
     elif datasets := sorted(place.glob(f"*/{MANIFEST_NAME}")):
         problem, fix = "it is no dataset, but it contains datasets", f"choose {datasets[0].parent}"
     else:
         files = itertools.islice(place.rglob("*"), NUM_LOOKED_AT)
         endings = {path.suffix.lower() for path in files}
-        problem, code = f"it holds no {MANIFEST_NAME}, no shards and no images", "empty"
-        fix = "choose a directory that data_prep build or index has written"
+        problem, code = f"it has no {MANIFEST_NAME}, no shards and no images", "empty"
+        fix = "choose a directory that data_prep build or index wrote"
         if ".tar" in endings:
             problem, code = "it contains shards that are not indexed", "unknown-format"
             fix = f"run data_prep index --train '{place}/*.tar' --out DATASET"

@@ -345,7 +345,7 @@ def upload(path: Path, url: str, *, storage: Storage, stop: threading.Event | No
         if not is_same:
             with contextlib.suppress(Exception):  # the error below says more
                 client(url, storage).rm_file(url)
-            raise OSError("the bucket has different bytes than were sent")
+            raise OSError("the bucket has other bytes than were sent")
 
     try:
         tried(url, attempt, stop=stop)

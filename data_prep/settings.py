@@ -92,7 +92,7 @@ def refuse_of_another_verb(schema: type[Settings], keys: Set[str], path: str | P
     if verbs and schema.of_verb not in ("", *verbs):
         raise SettingsError(
             str(path),
-            f"is a config of {' or '.join(verbs)}, not of {schema.of_verb}",
+            f"it is a config of {' or '.join(verbs)}, not of {schema.of_verb}",
             f"run {verbs[0]} {path}",
             code="wrong-command",
         )
@@ -126,7 +126,7 @@ def read_lines(field: str, file: str, *, spelled: bool = False) -> list[str]:
         problem, fix = f"{file} cannot be read ({error.strerror})", "choose a readable text file"
         raise SettingsError(field, problem, fix, code=code) from None
     except UnicodeDecodeError as error:
-        problem, fix = f"{file} cannot be read ({error})", "write it as UTF-8"
+        problem, fix = f"{file} cannot be read ({error})", "save it as UTF-8"
         raise SettingsError(field, problem, fix, code="unreadable") from None
     return [line.strip() for line in lines if line.strip()]
 
@@ -160,7 +160,7 @@ def parse_yaml(text: str, path: Path) -> dict[str, Any]:
         for mark in (getattr(error, name, None) for name in ("context_mark", "problem_mark")):
             if mark is not None and without_commands(text) != text:
                 mark.buffer = None  # do not quote lines that may contain a command
-        problem = f"is not valid YAML ({' '.join(str(error).split())})"
+        problem = f"it is not valid YAML ({' '.join(str(error).split())})"
         raise SettingsError(str(path), problem, fix, code="bad-syntax") from None
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
@@ -191,7 +191,7 @@ def apply_override(
             "optimizer.lr=1e-4",
         )
         fix = f"write a setting as key.path=value, such as {example}, in quotes if it has spaces"
-        raise SettingsError(public, "is not an override", fix, code="bad-syntax")
+        raise SettingsError(public, "it is not a setting", fix, code="bad-syntax")
     if schema is not None and len(keys) == 1:
         meant = words_of(schema).get(keys[0], {})
         if len(meant) > 1:
@@ -377,7 +377,7 @@ def _errors_of(schema: type[BaseModel], problem: Any) -> Iterator[UserError]:
         ]
         field = ".".join([field, *required[:1]])  # of a missing section, name one setting
         fix = f"set it in the config or as {field}=VALUE"
-        yield SettingsError(field, "missing", fix, code="missing-value")
+        yield SettingsError(field, "it is required", fix, code="missing-value")
     elif kind == "union_tag_invalid":
         fix = nearest(context["tag"], [str(tag_of(model)) for model in models])
         yield _not_valid(f"{field}.kind", context["tag"], fix)

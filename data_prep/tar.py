@@ -92,7 +92,7 @@ def walk(
         here = offset - beginning
         block = read(offset, BLOCK)
         if len(block) < BLOCK or (end is not None and offset + BLOCK > end):
-            raise TarError(f"is cut at byte {here:,}: no end-of-archive mark")
+            raise TarError(f"is cut at byte {here:,}: it has no end-of-archive mark")
         if block.count(0) == BLOCK:
             if is_announced:
                 raise TarError(f"ends at byte {here:,}, after an extended header without a member")
@@ -110,7 +110,7 @@ def walk(
         offset = data + -(-num_bytes // BLOCK) * BLOCK
         if kind in _EXTENDED:
             if num_bytes > _MAX_HEADER_BYTES:
-                raise TarError(f"has a header of {num_bytes:,} bytes at byte {here:,}")
+                raise TarError(f"is damaged at byte {here:,}: a header has {num_bytes:,} bytes")
             name, size = _announced(kind, read(data, num_bytes), name, size, place=here)
             is_announced = True
             continue
@@ -190,10 +190,10 @@ def _kind_and_size(block: bytes, offset: int) -> tuple[bytes, int]:
     if checksum != expected and checksum != expected - 256 * sum(
         byte > 127 for byte in block[:148] + block[156:]
     ):
-        raise TarError(f"is damaged at byte {offset:,}: it has no valid header at this byte")
+        raise TarError(f"is damaged at byte {offset:,}: this is no valid header")
     size = _number(block[124:136])
     if size is None:
-        raise TarError(f"is damaged at byte {offset:,}: a header without a size")
+        raise TarError(f"is damaged at byte {offset:,}: its header has no size")
     return block[156:157], size
 
 
@@ -250,7 +250,7 @@ def _pax(
                 raise TarError(f"has a pax header with a wrong size at byte {place:,}")
             size = int(value) if value else None
         elif key.startswith(b"GNU.sparse"):
-            raise TarError("holds a sparse file", fix="pack it again without --sparse")
+            raise TarError("contains a sparse file", fix="pack it again without --sparse")
         at += length
     return name, size
 

@@ -74,10 +74,10 @@ class Pool:
 
     def replace(self) -> None:
         """Start new workers after a worker has died. The second time, raise UserError."""
-        fix = "give more memory, or set fewer workers; finished work is kept"
-        problem = "a worker process died, most likely because memory ran out"
+        fix = "lower num_workers (or --workers), or give the job more memory"
+        problem = "a worker process died, probably because memory ran out"
         if self._is_second:
-            raise UserError("num_workers", f"{problem}, again", fix, code="no-space") from None
+            raise UserError("num_workers", f"again, {problem}", fix, code="no-space") from None
         print(f"data_prep: {problem}; its work is repeated", file=sys.stderr, flush=True)
         self._is_second, self._executor = True, self._start()
 

@@ -58,7 +58,7 @@ def _members(
             if name not in wanted:
                 continue
             if name in seen:
-                raise damaged(path, f"holds {name} twice")
+                raise damaged(path, f"has {name} twice")
             seen.add(name)
             starts = range(member.offset, end, _PIECE_BYTES)
             yield name, (read(start, min(_PIECE_BYTES, end - start)) for start in starts)

@@ -163,16 +163,16 @@ def _column(
             place for place in found if all(_is_file(folder / row[place]) for row in rows)
         ] or found
     if len(found) > 1:
-        keys = " or ".join(f"source.columns={{{role}: {names[place]}}}" for place in found)
-        problem = f"{path} has {len(found)} columns that may be the {role}"
-        raise SourceError("source.labels", problem, f"choose {keys}", code="conflict")
+        keys = " or ".join(f"'source.columns={{{role}: {names[place]}}}'" for place in found)
+        problem = f"{path} has {len(found)} possible columns for the {role}"
+        raise SourceError("source.labels", problem, f"set {keys}", code="conflict")
     if found or (role == "split" and not given):
         return found[0] if found else None
     lacks = f"column {given!r}" if given else f"column for the {role}, such as {role!r}"
     raise SourceError(
         "source.labels",
         f"{path} has no {lacks}, only {', '.join(names)}",
-        f"set source.columns={{{role}: NAME}} to one of them",
+        f"set 'source.columns={{{role}: NAME}}' with one of these names",
         code="unknown-name",
     )
 

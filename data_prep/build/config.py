@@ -106,7 +106,7 @@ class BuildSettings(ImageSpec):
         if self.classes is not None and self.classes_file is not None:
             raise UserError(
                 "classes_file",
-                "cannot be combined with classes",
+                "it cannot be combined with the setting classes",
                 "remove one of them",
                 code="conflict",
             )

@@ -99,8 +99,7 @@ def _is_reachable(settings: BuildSettings) -> bool:
     if Path(path).is_file() or (Path(path).is_dir() and any(Path(path).iterdir())):
         return True
     print(
-        f"data_prep: {path} cannot be reached, so changes of the source since its listing are "
-        "not detected",
+        f"data_prep: {path} cannot be reached, so changes since its listing are not detected",
         file=sys.stderr,
     )
     return False
@@ -131,7 +130,7 @@ def refuse_changed(work: Workplan, source: Source, pool: Pool) -> None:
         raise SourceError(
             "source",
             f"{number:,} {what} have changed since they were listed "
-            f"({', '.join(names[:NUM_NAMED])}), so the shards may mix old and new files",
+            f"({', '.join(names[:NUM_NAMED])}), so shards may mix old and new files",
             f"remove {work.directory} and build again. Copy sources with cp -p or rsync -a, which "
             "keep file times",
             code="changed",
@@ -204,8 +203,8 @@ def publish(work: Workplan, source: Source, records: list[ShardRecord]) -> Manif
     if len(extensions) > 1:  # `datasets` takes its columns from the first samples
         print(
             f"data_prep: the shards mix {', '.join(extensions)} images. Hugging Face's package "
-            "datasets fails on such shards, or silently drops the images of one format. For it, "
-            "build with encoding=jpeg or encoding=raw.",
+            "datasets fails on such shards, or drops the images of one format. For this package, "
+            "build with encoding=jpeg or raw",
             file=sys.stderr,
         )
     return manifest

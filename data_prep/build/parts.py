@@ -41,7 +41,7 @@ def refuse_url(out: str) -> str:
         raise UserError(
             "--out",
             f"{out.partition('://')[0] + '://...'} is not a local directory",
-            "build on a local disk, then copy the dataset with data_prep push",
+            "choose a local path; data_prep push uploads a built dataset",
             code="unsupported",
         )
     return out
@@ -61,7 +61,7 @@ def claim(directory: Path) -> None:
         if not (directory / MANIFEST_NAME).exists():
             raise UserError(
                 "out",
-                f"{directory} contains {strangers[0]}, but is no dataset of data_prep",
+                f"{directory} contains {strangers[0]}, but is not a dataset of data_prep",
                 "choose another directory",
                 code="exists",
             )

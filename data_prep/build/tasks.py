@@ -76,10 +76,7 @@ def build_task(settings: BuildSettings, task: ArrayTask) -> int:
     _refuse_merged(directory)
     claim(directory)
     own = directory / PARTS / f"task-{task.number}"
-    earlier = (
-        f"data_prep: an earlier attempt at task {task.number}/{task.total} is still running; "
-        "waiting until it ends"
-    )
+    earlier = f"data_prep: waiting for an earlier attempt at task {task.number}/{task.total}"
     known_failure, deadline_s = _failure(directory), time.monotonic() + PLAN_DEADLINE_S
     with Pool(settings.num_workers) as pool, ExitStack() as locks:
         locks.enter_context(sole_writer(own, wait=True, notice=earlier))
@@ -154,8 +151,5 @@ def _attempt() -> str:
 def _refuse_merged(directory: Path) -> None:
     if (directory / MANIFEST_NAME).exists():
         raise UserError(
-            "out",
-            f"{directory} is already merged, so no task has shards to write",
-            "remove it to build it again",
-            code="exists",
+            "out", f"{directory} is already merged", "remove it to build it again", code="exists"
         )

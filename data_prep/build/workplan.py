@@ -205,7 +205,7 @@ def load_begun(directory: Path) -> Workplan | None:
         raise UserError(
             str(record_path(directory, BEGUN)),
             "the file is damaged",
-            "remove it, then run the build again: it keeps finished shards",
+            "remove it, then run the build again, which keeps finished shards",
             code="damaged",
         ) from None
     return begun.under(begun.settings.model_copy(update={"out": str(directory)}))
@@ -235,7 +235,7 @@ def refuse_damaged(work: Workplan) -> None:
         raise UserError(
             str(damaged),
             "the file is damaged",
-            "run data_prep build CONFIG --plan: it makes the plan again, and keeps finished shards",
+            "run data_prep build CONFIG --plan, which keeps finished shards",
             code="damaged",
         )
 
@@ -252,7 +252,7 @@ def _check_decoder(begun: Workplan) -> None:
             "out",
             f"{begun.directory} was begun with {begun.decoder}, but this environment has "
             f"{decoder_version()}",
-            "install the first versions to continue, or remove the directory and build again",
+            "install the first versions, or remove the directory and build again",
             code="changed",
         )
 
@@ -444,7 +444,7 @@ def _refuse_empty(source: Source, inventory: Inventory, arrangement: Arrangement
         rows = arrangement.splits.get(split)
         if rows is None or not readable[rows].any():
             problem = f"split {split} of this {name} source has no images"
-            raise SourceError("source.path", problem, "complete the archive", code="empty")
+            raise SourceError("source.path", problem, "add its images", code="empty")
     counts = np.bincount(
         inventory.container_numbers[readable], minlength=len(inventory.containers)
     ).tolist()
@@ -457,7 +457,7 @@ def _refuse_empty(source: Source, inventory: Inventory, arrangement: Arrangement
         raise SourceError(
             "source.path",
             f"{len(empty)} classes of this {name} source have no images ({', '.join(empty[:3])})",
-            "remove them, or complete the archive",
+            "remove them, or add their images",
             code="empty",
         )
 
@@ -477,7 +477,7 @@ def _draw_images(
         if not kept.keys() & {"train", "val"}:
             problem, fix = (
                 "the source has no val and no train",
-                f"choose from its splits {', '.join(kept)}",
+                f"use its splits: {', '.join(kept)}",
             )
             raise UserError("per_class", problem, fix, code="empty")
         root = Path(settings.source.path) if settings.source.kind == "folder" else None

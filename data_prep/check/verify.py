@@ -157,7 +157,7 @@ def _stray_files(directory: Path, manifest: Manifest) -> Iterator[str]:
         if path.name.startswith(TEMPORARY_PREFIX) or path.name == PARTS:
             yield f"{path.name}: left by an unfinished command; delete it if none is running"
         elif path.suffix in (".tar", ".npy", ".paths") and path.name not in known:
-            yield f"{path.name}: not in the manifest"
+            yield f"{path.name}: it is not in the manifest"
 
 
 # ---- one shard, in a worker process
@@ -168,7 +168,7 @@ def check_shard(expected: _Expected, shard: Shard) -> ShardFindings:
     findings = ShardFindings(Faults(), np.zeros(num_classes, np.int64))
     faults = findings.faults
     if not shard.is_remote and not (directory / shard.file).is_file():
-        faults.add(f"{shard.file}: missing")
+        faults.add(f"{shard.file}: it is missing")
         return findings
     with _noting(faults, directory):
         load_paths(directory, shard)

@@ -118,7 +118,7 @@ def _parts(directory: Path, against: tuple[Path, ...], splits: tuple[str, ...]) 
     wanted: list[tuple[Path, Manifest, str, bool]] = []
     for other in against:
         if other.resolve() == directory.resolve():
-            problem, fix = f"{other} is the dataset itself", "choose others"
+            problem, fix = f"{other} is the dataset itself", "choose other datasets"
             raise UserError("against", problem, fix, code="conflict")
         found = load_manifest(other)
         wanted += [(other, found, split, False) for split in sorted(found.splits)]
@@ -225,7 +225,7 @@ def check_out(path: Path) -> None:
     """Raise UserError, before hours of hashing, if this path cannot be written."""
     code: Code = "unreadable"
     if path.suffix != ".jsonl" or path.name == REJECTED_NAME:
-        problem, code = "is not valid", "bad-value"
+        problem, code = "must end in .jsonl and not be rejected.jsonl", "bad-value"
     elif path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         problem = "cannot be written"
     elif path.exists() and not _is_list(path):

@@ -60,7 +60,7 @@ class Selection(Settings):
         names = ("fraction", "count", "per_class")
         sizes = [name for name in names if getattr(self, name) is not None]
         if len(sizes) > 1:
-            problem, fix = f"cannot be combined with {sizes[0]}", "choose one of them"
+            problem, fix = f"it cannot be combined with {sizes[0]}", "choose one of them"
             raise SettingsError(sizes[1], problem, fix, code="conflict")
         if not sizes and self.classes_file is None and not self.exclude:
             fix = "give --fraction, --count, --per-class, --classes-file or --exclude"

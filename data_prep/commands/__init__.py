@@ -54,7 +54,7 @@ def json_options(text: str) -> dict[str, Any]:
         options = None
     if not isinstance(options, dict):
         raise argparse.ArgumentTypeError(
-            "is not a JSON object; write it as '{\"anon\": true}', quoted for the shell"
+            "it is not a JSON object. write it as '{\"anon\": true}', in quotes"
         )
     return options
 
@@ -75,7 +75,7 @@ def directory_of(options: argparse.Namespace, dataset: Path | str | None = None)
 
 _WORKERS = "number of worker processes (default: one per core)"
 _STORAGE = (
-    'options for fsspec to read URLs, such as \'{"anon": true}\' or \'{"endpoint_url": "..."}\''
+    'options for fsspec to access URLs, such as \'{"anon": true}\' or \'{"endpoint_url": "..."}\''
 )
 SHARED: dict[str, dict[str, dict[str, Any]]] = {
     "dataset": {
@@ -107,8 +107,8 @@ def settings_of(schema: type[S], options: argparse.Namespace, shortcuts: list[st
     if config is not None and "=" in config:
         config, overrides = None, [config, *overrides]
     if config is not None and Path(config).is_dir():
-        fix = f"for a folder of images write --source folder source.path={config}"
-        raise UserError(config, "is a directory, not a config", fix, code="wrong-command")
+        fix = f"for a folder of images, run data_prep build --source folder source.path={config}"
+        raise UserError(config, "it is a directory, not a config", fix, code="wrong-command")
     if options.out:
         shortcuts = [*shortcuts, f"out={json.dumps(options.out)}"]
     return load_settings(schema, path=config, overrides=[*overrides, *shortcuts])

@@ -29,20 +29,17 @@ REMEDIES = {
     ),
     "truncated": "copy or download them again",
     "damaged": "copy or download them again",
-    "no_end_marker": (
-        "copy or download them again, or open and save them: their pixels are complete"
-    ),
+    "no_end_marker": "open and save them: their pixels are complete",
     "not_a_file": "replace the links by files, or remove them",
     "not_an_image": "remove files that are no images, or convert them to JPEG or PNG",
     "unsupported": "convert them to 8-bit RGB",
     "too_large": "make them smaller",
-    "no_image": "set image_member=ENDING to the member of the image (image.png for KEY.image.png)",
+    "no_image": "set image_member to the ending of the images (image.png for KEY.image.png)",
     "several_images": "set image_member=ENDING to choose one (rgb.png for KEY.rgb.png)",
     "doubled_member": "give every sample its own key",
     "interleaved": "write the members of each sample next to each other (tar --sort=name)",
     "bad_label": (
-        "set label=txt for KEY.txt, label=json:FIELD for KEY.json, or label=none for images "
-        "without labels"
+        "set label=txt for KEY.txt, label=json:FIELD for KEY.json, or label=none for no labels"
     ),
     "label_out_of_range": "count labels from 0, and write a line for each class into classes_file",
     "unknown_class": "add the names to classes_file, or remove classes_file",
@@ -52,7 +49,7 @@ REMEDIES = {
 
 def add_verbs(verbs: Verbs) -> None:
     _add_fetch(verbs)
-    words = "make shards, an index and a manifest from a source; resumes after any interruption"
+    words = "make a dataset (shards, index, manifest) from an archive or a folder"
     examples = (
         "data_prep build --source folder --out data/mine path=photos image_size=64\ndata_prep build"
         " configs/data_prep/cifar10.yaml"
@@ -75,14 +72,14 @@ def add_verbs(verbs: Verbs) -> None:
         action="store_true",
         help="make only the plan that array tasks share (otherwise task 0 makes it)",
     )
-    words = "verify the shards of array tasks, then publish the dataset"
+    words = "verify the shards of array tasks, then finish the dataset"
     how = {"after_a_stop": GOES_ON, "examples": "data_prep merge data/mine"}
     merge = add_verb(verbs, "merge", _merge, "workers", "json", help=words, **how)
     merge.add_argument("dataset", type=Path, help="dataset directory that the tasks wrote")
     merge.add_argument(
         "--skip-verify",
         action="store_true",
-        help="check only the sizes of shards; do not hash them again",
+        help="check only the sizes of shards, not their hashes",
     )
     words = "make a dataset of existing WebDataset shards (local, http, s3) without changing them"
     examples = "data_prep index --out data/theirs --train 'shards/{000..146}.tar' label=json:class"
@@ -178,7 +175,7 @@ def _build(options: argparse.Namespace) -> int:
         is_next = f"after the last task, run data_prep merge {settings.out}"
         if "SLURM_ARRAY_JOB_ID" in os.environ:
             is_next = (
-                "the queued merge of cluster/data_prep.slurm publishes the dataset after all tasks"
+                "the queued merge of cluster/data_prep.slurm finishes the dataset after all tasks"
             )
         print(
             f"{settings.out}: task {options.task} has written its {num_shards} "

@@ -16,7 +16,7 @@ def add_verbs(verbs: Verbs) -> None:
     def how(verb: str) -> dict[str, str]:
         return {"after_a_stop": NOTHING_CHANGED, "examples": f"data_prep {verb} data/mine"}
 
-    words = "read everything again and compare it with the manifest"
+    words = "compare all files of a dataset with its manifest"
     add_verb(
         verbs,
         "verify",
@@ -48,9 +48,11 @@ def add_verbs(verbs: Verbs) -> None:
     preview.add_argument("--count", type=at_least(1), default=64, metavar="N", help=words)
     preview.add_argument("--seed", type=at_least(0), default=0, help="seed of the random choice")
     out = Path("preview.png")
-    preview.add_argument("--out", type=Path, default=out, metavar="FILE.png", help="PNG file")
+    preview.add_argument(
+        "--out", type=Path, default=out, metavar="FILE.png", help="PNG file to write"
+    )
 
-    words = "copy a finished dataset to a bucket and verify it; the manifest is uploaded last"
+    words = "copy a finished dataset to a bucket, and verify the copy"
     push = add_verb(
         verbs,
         "push",
@@ -121,7 +123,7 @@ def _stats(options: argparse.Namespace) -> int:
     )
     if found["left_out"]:
         print(f"skipped: {counted(found['left_out'])}")
-    heads: tuple[str, ...] = ("split", "samples", "unlabeled", "shards", "pictures MB", "tars MB")
+    heads: tuple[str, ...] = ("split", "samples", "unlabeled", "shards", "images MB", "tars MB")
     columns = ("samples", "unlabeled", "shards")
     rows = [
         (
@@ -132,7 +134,7 @@ def _stats(options: argparse.Namespace) -> int:
         for name, split in found["splits"].items()
     ]
     print_table(heads, rows)
-    heads = ("per class", "classes", *SPREAD, "max/min")
+    heads = ("images per class", "classes", *SPREAD, "max/min")
     labeled = {name: split for name, split in found["splits"].items() if split["classes"]}
     print_table(
         heads,
@@ -146,7 +148,7 @@ def _stats(options: argparse.Namespace) -> int:
             ", ".join(f"{label} {count:,}" for label, count in split[end])
             for end in ("largest", "smallest")
         )
-        print(f"{name}: largest {most}; smallest {least}")
+        print(f"{name}: largest classes {most}; smallest {least}")
     rows = [_channel_row("manifest", found["channel_mean"], found["channel_std"])]
     if options.recompute:
         rows.append(
@@ -167,7 +169,7 @@ def _stats(options: argparse.Namespace) -> int:
     shown = [(f"{size['width']} x {size['height']}", size["count"]) for size in sizes[:MAX_PRINTED]]
     rest = sum(size["count"] for size in sizes[MAX_PRINTED:])
     print_table(
-        ("width x height", "pictures"),
+        ("width x height", "images"),
         shown + ([(f"{len(sizes) - MAX_PRINTED:,} others", rest)] if rest else []),
     )
     return OK

@@ -19,7 +19,7 @@ MANY = 0.05
 def add_verbs(verbs: Verbs) -> None:
     words = "make a dataset from samples of another dataset, without copying images"
     examples = "data_prep subset data/mine --out data/mine-tenth --fraction 0.1"
-    after_a_stop = "nothing was published; run the same command again"
+    after_a_stop = "the new dataset is unfinished; run the same command again"
     subset = add_verb(
         verbs,
         "subset",
@@ -49,7 +49,7 @@ def add_verbs(verbs: Verbs) -> None:
         "--seed",
         type=at_least(0),
         default=0,
-        help="seed of the choice; with one seed, larger subsets contain smaller ones",
+        help="seed; larger subsets with the same seed contain smaller ones",
     )
     subset.add_argument(
         "--classes-file", metavar="FILE", help="text file with one class to keep per line"
@@ -188,7 +188,8 @@ def _dedup(options: argparse.Namespace) -> int:
     )
     if rows:
         print_table(
-            ("split", "like one of", "", "reason", "samples"), [tuple(row.values()) for row in rows]
+            ("split", "earlier dataset", "earlier split", "reason", "samples"),
+            [tuple(row.values()) for row in rows],
         )
     if found.num_plain:
         print(

@@ -71,7 +71,7 @@ def decode_coded(data: bytes, header: Header) -> Image.Image:
         raise
     if sorted(pixels_HWC.shape[:2]) != sorted(header.size):
         raise Rejection(
-            "damaged", f"the header says {header.size}, the pixels are {pixels_HWC.shape}"
+            "damaged", f"the header says {header.size}, but the pixels are {pixels_HWC.shape}"
         )
     if pixels_HWC.dtype == np.uint16 and header.bits > 8:
         pixels_HWC = (pixels_HWC >> (header.bits - 8)).astype(np.uint8)

@@ -196,7 +196,7 @@ def _check_size(width: int, height: int, *, max_pixels: int = MAX_PIXELS) -> Non
     if width * height > max_pixels:
         raise Rejection(
             "too_many_pixels",
-            f"{width} x {height} exceeds max_pixels={max_pixels}; make it smaller, or raise this",
+            f"{width} x {height} exceeds max_pixels={max_pixels}; shrink it, or raise max_pixels",
         )
 
 

@@ -32,7 +32,7 @@ from data_prep.remote import Version
 MAX_SHARDS = 1_000_000
 _RANGE = re.compile(r"{(-?\d+)\.\.(-?\d+)")
 _REMEDY = (
-    "manifests are public, so give the secret through storage ({params: {NAME: VALUE}} for http), "
+    "give the secret through storage ({params: {NAME: VALUE}} for http), "
     "~/.netrc or AWS_*. Instead of signed URLs, use s3:// or copies of the shards"
 )
 NUM_QUESTIONS = 8

@@ -91,7 +91,7 @@ class DatasetSource(Source, of=DatasetSettings):
         split = entry.container.split
         image, label = _item(self._object(split), split, entry.offset)
         if label != entry.label:
-            problem = f"item {entry.offset} has the label {label}, but {entry.label} in its targets"
+            problem = f"item {entry.offset} has the label {label}, but {entry.label} in the targets"
             fix = "make targets and labels the same, with no target_transform"
             raise _mistake(split, problem, fix, code="mismatch")
         with _calling(split, f"the image of item {entry.offset} cannot be used"):
@@ -174,7 +174,7 @@ def _calling(split: str, what: str) -> Iterator[None]:
         raise
     except Exception as error:  # noqa: BLE001
         detail = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        fix = "fix the object or its arguments"
+        fix = "fix the dataset object or its arguments"
         raise _mistake(split, f"{what} ({detail})", fix, code="bad-value") from None
 
 

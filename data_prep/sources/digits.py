@@ -29,7 +29,7 @@ class DigitsSource(RecordSource, of=DigitsSettings):
 
     def load(self) -> Records:
         if find_spec("sklearn") is None:
-            problem, fix = "digits needs scikit-learn", "pip install 'wide-mlps[digits]'"
+            problem, fix = "digits needs scikit-learn", "run pip install 'wide-mlps[digits]'"
             raise SourceError("source.kind", problem, fix, code="missing-library")
         from sklearn.datasets import load_digits
 

@@ -68,7 +68,7 @@ class FolderSource(Source, of=FolderSettings):
 
     def outline(self) -> Outline:
         if not self.path.is_dir():
-            problem, fix = f"{self.path} is not a folder", "give the folder that holds the classes"
+            problem, fix = f"{self.path} is not a folder", "give the folder of the classes"
             raise SourceError("source.path", problem, fix, code="missing-path")
         if self.settings.labels is not None:
             file, classes = Path(self.settings.labels), class_names(self._table())
@@ -82,7 +82,8 @@ class FolderSource(Source, of=FolderSettings):
             problem = (
                 f"{self.path} contains the split {splits[0]}/ and {others[0]}/, which is no split"
             )
-            raise SourceError("source.path", problem, "rename or move it", code="unknown-format")
+            fix = f"rename or move {others[0]}/"
+            raise SourceError("source.path", problem, fix, code="unknown-format")
         prefixes = {name: f"{name}/" for name in splits} or {"train": ""}
         names = {
             split: only_folders(self.path / prefix, of="class")

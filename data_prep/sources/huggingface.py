@@ -81,7 +81,7 @@ class HuggingFaceSource(Source, of=HuggingFaceSettings):
         ]
         if labels and not UNLABELLED <= min(labels) <= max(labels) < len(self._classes):
             problem = f"has labels that are not from 0 to {len(self._classes) - 1}"
-            raise damaged(file, problem, "save it again")
+            raise damaged(file, problem, "save the dataset again")
         return Entries.of([(f"{row:08d}", row, 0) for row in range(len(labels))], label=labels)
 
     def arrange(self, inventory: Inventory) -> Arrangement:
@@ -132,7 +132,9 @@ class HuggingFaceSource(Source, of=HuggingFaceSettings):
                 found.setdefault(next(splits, "train"), []).append(file)
         if not found:
             problem = f"{self.path} has neither files of save_to_disk nor Parquet files"
-            raise SourceError("source.path", problem, "use save_to_disk", code="unknown-format")
+            raise SourceError(
+                "source.path", problem, "save it with save_to_disk", code="unknown-format"
+            )
         return found
 
     def _column_of(self, file: Path, stamp: str, role: Role) -> str:
@@ -147,7 +149,7 @@ class HuggingFaceSource(Source, of=HuggingFaceSettings):
             likely = likely or [name for name in schema.names if name.lower() in COLUMNS["label"]]
         if len(likely) != 1:
             problem = f"{len(likely) or 'no'} columns of {file} can be the {role}"
-            fix = f"set source.columns={{{role}: NAME}} to one of {', '.join(schema.names)}"
+            fix = f"set 'source.columns={{{role}: NAME}}' with one of {', '.join(schema.names)}"
             code: Code = "conflict" if likely else "unknown-name"
             raise SourceError("source.columns", problem, fix, code=code)
         return likely[0]
@@ -185,7 +187,7 @@ def _class_names(columns: tuple[tuple[Path, str, str], ...]) -> tuple[str, ...]:
 
 
 def _no_label(problem: str) -> SourceError:
-    fix = "set source.columns={label: NAME} to another column"
+    fix = "set 'source.columns={label: NAME}' with another column"
     return SourceError("source.columns", problem, fix, code="bad-value")
 
 

@@ -73,7 +73,7 @@ class ImageNet1kSource(SynsetSource, of=ImageNet1kSettings):
 
     def outline(self) -> Outline:
         if not self.path.is_dir():
-            problem, fix = f"{self.path} is no folder", f"give the folder that holds {TRAIN_TAR}"
+            problem, fix = f"{self.path} is no folder", f"give the folder of {TRAIN_TAR}"
             raise SourceError("source.path", problem, fix, code="missing-path")
         kit_path = self._present(f"{DEVKIT}.tar.gz", DEVKIT)
         files = [] if kit_path is None else files_of(kit_path)

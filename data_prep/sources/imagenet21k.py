@@ -40,7 +40,7 @@ class ImageNet21kSettings(Settings):
         if self.processing == "ridnik" and self.min_images < self.val_per_class:
             raise ValueError(
                 f"source.min_images: {self.min_images} is less than val_per_class, "
-                f"{self.val_per_class}, so a class could lose all its images to validation"
+                f"{self.val_per_class}, so val could get all images of a class. Raise min_images"
             )
         return self
 

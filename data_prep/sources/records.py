@@ -137,7 +137,7 @@ class RecordSource(Source):
             raise SourceError(
                 "source.path",
                 f"{self.path} needs {num_bytes:,} bytes in {place}, but only {free:,} are free",
-                "free some space, or unpack it elsewhere and give the folder",
+                "free some space, or set source.path to the unpacked folder",
                 code="no-space",
             )
         print(f"data_prep: unpacking {self.path} into {place}", file=sys.stderr)

@@ -79,14 +79,14 @@ def find_synsets(root: Path, place: str, *, split: str) -> dict[str, Container]:
     refuse_loose_images(path, others, of="synset")
     parts = [name for name in others if _WNID.match(name)]
     if parts:
-        raise damaged(path, f"holds {parts[0]}, an unfinished tar", "complete or remove it")
+        raise damaged(path, f"has {parts[0]}, an unfinished tar", "complete or remove it")
     folders = {_wnid(name, path): Container(f"{prefix}{name}", split) for name in inside}
     packed = {
         _wnid(name, path): Container(f"{prefix}{name}", split, stamp=stamp_of([path / name]))
         for name in tars
     }
     if not packed and not folders:
-        problem, fix = f"{path} holds no synsets", "give synset tars (n01440764.tar) or folders"
+        problem, fix = f"{path} has no synsets", "give synset tars (n01440764.tar) or folders"
         raise SourceError("source.path", problem, fix, code="unknown-format")
     alone = sorted(folders.keys() - packed.keys())
     if packed and alone:
@@ -108,7 +108,7 @@ def _tar_of_tars(path: Path, place: str, split: str) -> dict[str, Container]:
     for name, offset, num_bytes in _visible(path, path):
         wnid = _wnid(name, path)
         if wnid in synsets:
-            raise damaged(path, f"holds the synset {wnid} twice")
+            raise damaged(path, f"has the synset {wnid} twice")
         synsets[wnid] = Container(f"{place}/{name}", split, None, offset, num_bytes, stamp)
     if not synsets:
         raise damaged(path, "is an empty tar")
@@ -138,8 +138,9 @@ def refuse_gzip(file: Path) -> None:
 def _wnid(name: str, place: Path) -> str:
     stem = name.rpartition("/")[2].removesuffix(".tar")
     if not _WNID.fullmatch(stem):
-        problem = f"{place} holds {name!r}, which is no synset (n and 8 digits)"
-        raise SourceError("source.path", problem, "give ImageNet's synsets", code="unknown-format")
+        problem = f"{place} has {name!r}, which is no synset (n and 8 digits)"
+        fix = "remove it, or use --source folder for other classes"
+        raise SourceError("source.path", problem, fix, code="unknown-format")
     return stem
 
 

@@ -118,7 +118,7 @@ class SyntheticSource(FolderSource, of=SyntheticSettings):
         if strangers and not begun.exists():
             problem = f"{self.path} contains {min(strangers)}, but no images of data_prep"
         elif begun.exists() and json.loads(begun.read_text()) != self.describe():
-            problem = f"{self.path} contains images of other settings"
+            problem = f"{self.path} contains images from other settings"
         if problem:
             fix = "choose another folder"
             raise SourceError("source.images_dir", problem, fix, code="exists")

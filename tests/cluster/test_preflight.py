@@ -123,12 +123,12 @@ def test_a_directory_that_cannot_be_written_is_reported_with_its_reason(tmp_path
         (fault,) = check_scratch(tmp_path)[1]
     assert fault == [
         "scratch",
-        f"the scratch directory {tmp_path} cannot be used: No space left on device",
+        f"{tmp_path} (NODE_SCRATCH) cannot be used: No space left on device",
     ]
     with mock.patch.object(
         os, "statvfs", return_value=os.statvfs_result((4096, 4096, 9, 9, 9, 9, 9, 9, 0, 255))
     ):
-        assert "GB free (threshold 1 GB)" in check_scratch(tmp_path)[1][0][1]
+        assert "GB free, less than 1 GB" in check_scratch(tmp_path)[1][0][1]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".preflight")] == []
 
 

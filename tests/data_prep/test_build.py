@@ -306,7 +306,7 @@ def test_a_picture_beyond_the_budget_is_rejected_and_the_remedy_works(tmp_path: 
         json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()
     ]
     assert (line["path"], line["reason"]) == ("ant/large.png", "too_many_pixels")
-    assert line["detail"] == "41 x 30 exceeds max_pixels=1200; make it smaller, or raise this"
+    assert line["detail"] == "41 x 30 exceeds max_pixels=1200; shrink it, or raise max_pixels"
     assert build(source, tmp_path / "more", "max_pixels=1230") == 0
     assert load_manifest(tmp_path / "more").num_written == 2
     assert build(source, tmp_path / "other", "max_pixels=178956971") == 2  # Pillow would refuse it

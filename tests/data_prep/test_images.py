@@ -312,7 +312,7 @@ def test_the_pixel_cap_is_judged_by_the_header_alone(monkeypatch: pytest.MonkeyP
     assert decode(hundred, max_pixels=100)[0].size == (10, 10)
     monkeypatch.setattr(ImageFile.ImageFile, "load", load)
     with pytest.raises(
-        Rejection, match=r"too_many_pixels: 11 x 10 exceeds max_pixels=100; make it smaller"
+        Rejection, match=r"too_many_pixels: 11 x 10 exceeds max_pixels=100; shrink it"
     ):
         decode(more, max_pixels=100)
     monkeypatch.setattr("data_prep.images.decoding.MAX_PIXELS", 100)

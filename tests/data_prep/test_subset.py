@@ -382,7 +382,7 @@ def test_tars_that_moved_are_named_anew_by_the_same_call(
         (["--fraction", "0"], "fraction"),
         (["--fraction", "1.5"], "fraction"),
         (["--fraction", "0.001"], "the selection leaves no sample in train"),
-        (["--fraction", "0.1", "--count", "4"], "count: cannot be combined with fraction"),
+        (["--fraction", "0.1", "--count", "4"], "count: it cannot be combined with fraction"),
         (["--count", "151"], "[bad-value]"),
         (["--count", "4", "--split", "trian"], "[unknown-name]"),
         (["--classes-file", "nowhere"], "classes-file: nowhere cannot be read"),

@@ -131,7 +131,7 @@ def test_other_settings_are_refused_the_same_folder(tmp_path: Path) -> None:
         {"class_set": "b"},
     ]
     for change in changes:
-        with pytest.raises(SourceError, match="contains images of other settings"):
+        with pytest.raises(SourceError, match="contains images from other settings"):
             draw(root, **change)
         assert files_of(root) == before
 

@@ -82,7 +82,7 @@ def test_a_truncated_shard_is_found_and_the_others_are_still_read(
         for fault in faults
     )
     assert any("samples, 64 expected" in fault for fault in faults)
-    assert "val-000000.tar: missing" in faults
+    assert "val-000000.tar: it is missing" in faults
 
 
 def test_a_changed_or_missing_index_or_list_of_rejects_is_found(dataset: Path) -> None:
@@ -217,7 +217,7 @@ def test_what_lies_about_is_a_note_and_no_fault(
     ]
     capsys.readouterr()
     assert verify_command(dataset) == 0
-    assert "note: old.tar: not in the manifest" in capsys.readouterr().out
+    assert "note: old.tar: it is not in the manifest" in capsys.readouterr().out
 
 
 def test_twenty_faults_are_printed_and_the_others_counted(

@@ -63,7 +63,7 @@ def test_a_bad_node_is_avoided_and_a_frozen_rank_is_found(
     )
     slurm.wait_for(job, "attempt 1: 2 x 2 ranks on n[1-2]")
     slurm.wait_for(job, "attempt 2: 2 x 2 ranks on n[1,3]", timeout_s=200)
-    reason = f"n2\tthe scratch directory {read_only_on_n2} cannot be used: Read-only file system\n"
+    reason = f"n2\t{read_only_on_n2} (NODE_SCRATCH) cannot be used: Read-only file system\n"
     assert (slurm.root / "jobs" / job / "bad-nodes").read_text() == reason
     assert slurm.job(job)["ExcNodeList"] == "n2" and "the next attempt avoids n2" in slurm.log(job)
 

@@ -220,7 +220,7 @@ def a_preempted_job_comes_back_though_only_its_ranks_received_the_signal(lab: Cl
     lab.wait(urgent, "COMPLETED")
     assert lab.wait(job, "COMPLETED")["Restarts"] == "1"
     assert ["got TERM" in log for log in lab.rank_logs(job)] == [True, True]
-    assert "the job was preempted, srun ended with 0\n" in lab.log(job), lab.log(job)
+    assert "the job was preempted, srun ended with exit code 0\n" in lab.log(job), lab.log(job)
 
 
 @scenario

@@ -42,4 +42,4 @@ def test_the_life_of_a_job(slurm: Cluster, config: Path, undisturbed: Path) -> N
     assert tracked(slurm, run_dir) == ["FINISHED"]
     log = slurm.log(job)
     assert log.count("resuming from step-") == 3, log
-    assert "the ranks received a signal, srun ended with 130" in log, log
+    assert "the ranks received a signal, srun ended with exit code 130" in log, log

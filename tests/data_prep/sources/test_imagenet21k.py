@@ -220,7 +220,7 @@ TARS, FOLDERS, TAR = synset_tars, synset_folders, f"{SYNSETS[1]}.tar"
         ),
         (TARS, lambda source: (source / f"{TAR}.part").write_bytes(b"half"), f"{TAR}.part"),
         (TARS, _name_twice, f"{SYNSETS[0]}.tar contains two files"),
-        (_whole_twice, lambda _: None, f"holds the synset {SYNSETS[0]} twice"),
+        (_whole_twice, lambda _: None, f"has the synset {SYNSETS[0]} twice"),
         (
             TARS,
             lambda source: (source / "holiday.tar").write_bytes(tar_of({"me.jpg": b"x"})),
