@@ -418,7 +418,7 @@ def test_more_tasks_than_shards_leave_some_with_nothing_to_do(
     assert task(source, tmp_path / "animals", "0/9") == 0
     said = capsys.readouterr().out
     assert (
-        "task 0/9 has written its 1 shard; the queued merge of cluster/data_prep.slurm publishes"
+        "task 0/9 has written its 1 shard; the queued merge of cluster/data_prep.slurm finishes"
         in said
     )
 
