@@ -108,7 +108,7 @@ def test_the_command_prints_tables_or_json(
     assert main(["stats", str(directory), "--recompute", "--workers", "1"]) == 0
     said = capsys.readouterr().out
     assert "read 15 = written 13 + rejected 2 (empty 1, not_an_image 1)" in said
-    assert "train: largest ant 6, bee 2, cat 1; smallest cat 1, bee 2, ant 6" in said
+    assert "train: largest classes ant 6, bee 2, cat 1; smallest cat 1, bee 2, ant 6" in said
     assert "40 x 30" in said
     (width,) = (
         line.split()
