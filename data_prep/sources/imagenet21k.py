@@ -23,7 +23,7 @@ class ImageNet21kSettings(Settings):
     """ImageNet-21k: the complete tar, a folder of synset tars, or a folder of synset folders."""
 
     kind: Literal["imagenet21k"]
-    path: str = Field(examples=["downloads/winter21_whole.tar.gz"])
+    path: str = Field(examples=["downloads/fall11_whole.tar"])
     """Downloaded tar, or the folder that it unpacks to."""
     processing: Literal["ridnik", "raw"] = "ridnik"
     """ridnik: keep large classes and split off `val`, as Ridnik et al. raw: put all images into
