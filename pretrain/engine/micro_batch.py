@@ -98,10 +98,9 @@ def micro_batch_size(
         raise error
     if world.is_first:
         write_json(path, sizes | {situation: size})
-        parts = f"{share // size} micro-batches" if size < share else "one micro-batch"
         print(
-            f"{path.parent.name}: local_batch_size=auto: {size:,} samples at once on a rank,"
-            f" {parts} a step",
+            f"{path.parent.name}: local_batch_size=auto: {share // size} x {size:,} samples per"
+            " rank and step",
             flush=True,
         )
     return size
