@@ -15,13 +15,13 @@ from claims.decisions import TABLES
 from claims.depth import depth
 from claims.locality import locality
 from claims.mlp import mlp
-from claims.sparse import cka_pairs
+from claims.sparse import cka_pairs, sparse
 from claims.width import width
 from fashion import fit
 
 from analysis.cli import main as analysis
 
-CLAIMS = {"width": width, "locality": locality, "mlp": mlp, "depth": depth}
+CLAIMS = {"width": width, "locality": locality, "mlp": mlp, "depth": depth, "sparse": sparse}
 PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0)
 """Values of scikit-learn's C for logistic regression."""
 

@@ -353,7 +353,7 @@ def test_a_group_goes_on_wherever_it_was_interrupted(
             overrides=[f"run_dir={group}", "seeds=[0,1,2]", f"resume={resume}"],
         )
 
-    with pytest.raises(SettingsError, match=r"resume: must needs a checkpoint"):
+    with pytest.raises(SettingsError, match=r"resume: 'must' needs a checkpoint"):
         check_resume_of(asked("must"), repeats_of(asked("must")))
     check_resume_of(asked("never"), repeats_of(asked("never")))
     (group / "seed-0" / "result.json").write_text("{}")
