@@ -77,7 +77,7 @@ def _add_verbs(verbs: Verbs) -> None:
     )
     figure.add_argument("plan", type=Path, metavar="PLAN.yaml", help="plan whose runs to read")
     figure.add_argument(
-        "--kept", type=Path, metavar="SNAPSHOT", help="snapshot of the configs (for SLURM jobs)"
+        "--kept", type=Path, metavar="SNAPSHOT", help="read configs from this snapshot"
     )
     figure.add_argument(
         "--check", action="store_true", help="only check the `figure:`, without reading runs"

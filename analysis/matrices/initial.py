@@ -5,8 +5,8 @@ of the paper predicts the largest singular value sqrt(L+):
 
     L+ = c^2 + 3 c^2 sqrt(gamma) (1 - p) / q^2,   c = 1 + sqrt(gamma),   q^2 = p m
 
-This value is too large if gamma is not 1. It agrees with the measurement if q^2 = p gamma m
-(docs/papers.md).
+This value is too large for gamma > 1, too small for gamma < 1. It agrees with the measurement
+if q^2 = p gamma m (docs/papers.md).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

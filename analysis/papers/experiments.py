@@ -91,7 +91,7 @@ EXPERIMENTS: dict[Paper, tuple[Experiment, ...]] = {
         Experiment("Fig. S.1 left", "SW-MLP at Omega = 2^16, by density", ("mixer_figS1_left",)),
         Experiment(
             "Fig. S.1 center, right",
-            "Singular values of a sparse matrix; the largest one by a",
+            "Singular values of a sparse matrix; largest value by exponent a",
             verb="spectra --figs1",
             printed="p = Omega^-a; a = 1.5, Omega = 10^3, 50 trials. The maximum rises with a.",
         ),

@@ -46,8 +46,8 @@ class Section:
     images: list[dict[str, object]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     origins: dict[str, list[tuple[Row, dict[str, str]]]] = field(default_factory=dict)
-    """Plan -> rows of `source` and `chosen`, with the settings that each row explains. Rows with
-    printed values come first."""
+    """Plan -> rows of `source` (printed values, first) and `chosen` in its YAML file, with
+    the settings that each row explains."""
 
     @property
     def state(self) -> str:

@@ -177,7 +177,9 @@ CHECKLIST: dict[str, Any] = {
         for name, values in fitting.GRIDS.items()
     },
     "bounds": fitting.BOUNDS,
-    "starts": "the best grid point for each value of each shape parameter; resamples: the best one",
+    "starts": (
+        "the best grid point for each value of each shape parameter; resamples: the best of these"
+    ),
     "groups": f"one law for each target, task and {', '.join(HELD)}",
     "intervals": (
         f"size, data, sum, repeats: percentiles {QUANTILES} of fits to resampled errors. Errors get"

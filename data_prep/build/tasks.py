@@ -80,7 +80,7 @@ def build_task(settings: BuildSettings, task: ArrayTask) -> int:
     known_failure, deadline_s = _failure(directory), time.monotonic() + PLAN_DEADLINE_S
     with Pool(settings.num_workers) as pool, ExitStack() as locks:
         locks.enter_context(sole_writer(own, wait=True, notice=earlier))
-        notice = f"data_prep: waiting for the plan of {directory}"
+        notice = f"data_prep: waiting until another task has assigned the images of {directory}"
         while True:
             asked_s = time.monotonic()
             with sole_writer(directory, wait=True, notice=notice):

@@ -235,8 +235,8 @@ class SparseMlpSpec(Settings):
     """Apply a second activation: x + act((M2 * W2) act((M1 * W1) LN(x))), equation (S.17). Appendix
     C.1 of the paper omits this activation. This needs `expansion`."""
     widen: Literal["dense", "sparse"] = "dense"
-    """Type of the layer from S0 C to m entries (not in the paper). sparse: the layer has the
-    density of the blocks. dense: the layer may have more connections than a block."""
+    """Type of the layer from S0 patches of C channels to m entries (our choice). sparse: the layer
+    has the density of the blocks. dense: the layer may have more connections than a block."""
     final_norm: bool = False
     """Use a LayerNorm between the last block and the classifier. Section A.2.5 of the paper does
     not print this norm."""
@@ -278,7 +278,7 @@ class SparseMlpSpec(Settings):
         if self.density * width < 1:
             raise SettingsError(
                 "model.density",
-                f"{self.density:g} leaves most of {width} entries without a connection",
+                f"{self.density:g} gives {width} entries less than one connection each",
                 f"give {1 / width:.2g} or more",
                 code="bad-value",
             )
