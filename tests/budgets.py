@@ -24,8 +24,8 @@ CEILINGS = {
     "finetune": 230_700,
     "analysis": 226_200,
     "cluster": 131_200,
-    "benchmarks": 175_600,
-    "tests": 1_467_000,
+    "benchmarks": 175_400,
+    "tests": 1_466_700,
 }
 
 

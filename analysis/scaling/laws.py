@@ -109,7 +109,7 @@ def estimate(
         aicc = runs * np.log(squares) + 2 * k + 2 * k * (k + 1) / (runs - k - 1)
     largest_N = sample.largest(size)
     rest = sample.of((counted_N if without_N is None else without_N) & ~largest_N)
-    beyond = _error_beyond(law, rest, sample.of(counted_N & largest_N & (sample.errors_N > 0)))
+    beyond = error_beyond(law, rest, sample.of(counted_N & largest_N & (sample.errors_N > 0)))
     at_bounds = {
         name: max(float(hits[0]), float(hits[1:].mean()) if len(hits) > 1 else 0.0)
         for name, hits in found.at_bounds.items()
@@ -161,7 +161,7 @@ def _lack(law: Law, sample: Sample) -> str:
     return ""
 
 
-def _error_beyond(law: Law, rest: Sample, largest: Sample) -> float:
+def error_beyond(law: Law, rest: Sample, largest: Sample) -> float:
     if not len(largest.errors_N) or _lack(law, rest):
         return np.nan
     predicted_N = fit(law, rest.points, rest.errors_N).predict(largest.points)[0]

@@ -30,9 +30,12 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     return float(np.mean(values)), float(ends.low), float(ends.high)
 
 
+def with_ends(value: float, low: float, high: float, sign: str = "") -> str:
+    return f"{value:{sign}.2f} [{low:{sign}.2f}, {high:{sign}.2f}]"
+
+
 def with_interval(values: Sequence[float], sign: str = "") -> str:
-    mean, low, high = interval(values)
-    return f"{mean:{sign}.2f} [{low:{sign}.2f}, {high:{sign}.2f}]"
+    return with_ends(*interval(values), sign)
 
 
 @dataclass(frozen=True)

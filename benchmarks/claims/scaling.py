@@ -3,12 +3,10 @@ import sys
 
 import numpy as np
 import pandas as pd
-from claims.decisions import conclude, with_interval
+from claims.decisions import conclude, with_ends, with_interval
 from frame import markdown
-from numpy.typing import NDArray
 
-from analysis.scaling.fitting import fit
-from analysis.scaling.laws import FULL, REPEATS_LAW, estimate, forms_of, interval_of
+from analysis.scaling.laws import FULL, REPEATS_LAW, error_beyond, estimate, forms_of, interval_of
 from analysis.scaling.samples import Sample, samples_of
 from analysis.scaling.study import Study, study
 from analysis.sweeps.statistics import holm
@@ -83,13 +81,14 @@ def scaling(results: pd.DataFrame) -> list[str]:
 
 def evaluations_of(results: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each length of each run."""
-    rows = results.assign(epochs=results.test_epochs, error=results.test_errors)
-    rows = rows.explode(["epochs", "error"], ignore_index=True)
-    rows = rows.astype({"epochs": float, "error": float})
-    rows = rows[rows.epochs.round(1).isin(LENGTHS)]  # evaluations follow a complete step
-    samples = rows.images * rows.epochs
+    rows = results.assign(passed=results.test_epochs, error=results.test_errors)
+    rows = rows.explode(["passed", "error"], ignore_index=True)
+    rows = rows.astype({"passed": float, "error": float})
+    rows = rows[rows.passed.round(1).isin(LENGTHS)]  # evaluations follow a complete step
+    part = rows.passed / rows.epochs
+    parts = {name: rows[name] * part for name in ("epochs", "samples", "compute")}
     one_law = {"target": "fashion-mnist", "lr": 0.0}  # each size has its own learning rate
-    return rows.assign(samples=samples, compute=3.0 * rows.multiply_adds * samples, **one_law)
+    return rows.assign(**parts, **one_law)
 
 
 def sample_of(rows: pd.DataFrame) -> Sample:
@@ -97,24 +96,17 @@ def sample_of(rows: pd.DataFrame) -> Sample:
     return sample
 
 
-def deviation(predicted_N: NDArray[np.float64], measured_N: NDArray[np.float64]) -> float:
-    """Return the root mean square of relative errors in percent; NaN if nothing was measured."""
-    if not len(measured_N):
-        return math.nan
-    return 100 * float(np.sqrt(np.mean((predicted_N / measured_N - 1) ** 2)))
-
-
 def errors_at_largest_size(laws: Study) -> dict[str, float]:
-    """Return the errors of predictions that use the smaller sizes only."""
+    """Return the relative errors, in percent, of predictions that use the smaller sizes only."""
     sample, compute = laws.sample, laws.drawn["compute"]
     is_largest = sample.largest("parameters")
     target, smaller = sample.of(sample.frontier() & is_largest), sample.of(~is_largest)
-    least = np.full_like(target.errors_N, smaller.errors_N.min())
-    repeats = fit(REPEATS_LAW, smaller.points, smaller.errors_N).predict(target.points)[0]
+    ratios_N = smaller.errors_N.min() / target.errors_N
+    constant = np.sqrt(np.mean((ratios_N - 1) ** 2)) if len(ratios_N) else math.nan
     return {
         "power law in compute": math.nan if isinstance(compute, str) else 100 * compute.beyond,
-        "least error of the smaller sizes": deviation(least, target.errors_N),
-        "data-constrained law": deviation(repeats, target.errors_N),
+        "least error of the smaller sizes": 100 * float(constant),
+        "data-constrained law": 100 * error_beyond(REPEATS_LAW, smaller, target),
     }
 
 
@@ -134,7 +126,7 @@ def decide_exponents(laws: Study) -> tuple[dict[str, str], list[str]]:
         second = "equal" if is_equal else "reversed" if high < 0 else second
     words = ("alpha_P minus alpha_N is above 0", f"N_eff / (N T) at {LONGEST} epochs is below 0.9")
     rows = [
-        [rule, claim, f"{values[0]:.2f} [{ends[0]:.2f}, {ends[1]:.2f}]", f"{each:.2g}", outcome]
+        [rule, claim, with_ends(values[0], *ends), f"{each:.2g}", outcome]
         for rule, claim, values, ends, each, outcome in (
             ("2", words[0], difference, (low, high), p[0], second),
             ("3", words[1], worth, interval_of(worth), p[1], third),
@@ -158,6 +150,8 @@ def rows_of_fits(laws: Study) -> list[list[str]]:
         for name in names:
             values = found.parameters[name]
             low, high = interval_of(values)
-            ends = "" if math.isnan(low) else f" [{low:.2f}, {high:.2f}]"
-            rows.append([law, name, f"{values[0]:.2f}{ends}"])
+            without = f"{values[0]:.2f}"
+            rows.append(
+                [law, name, without if math.isnan(low) else with_ends(values[0], low, high)]
+            )
     return rows

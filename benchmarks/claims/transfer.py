@@ -1,7 +1,7 @@
 import math
 
 import pandas as pd
-from claims.decisions import Comparison, decide, errors_and_rates, with_interval
+from claims.decisions import Comparison, decide, errors_and_rates, titled, with_interval
 from frame import markdown
 
 TARGETS = {"digits": "Digits", "clip-art": "Clip art"}
@@ -40,7 +40,7 @@ def transfer(results: pd.DataFrame) -> list[str]:
         conclusions += [f"{title}: {conclusion_of(found)}", ""]
     table = [
         [
-            f"`{images}`{' (weak)' * (images in weak)}",
+            titled(images, weak),
             *(with_interval(errors[images, start]) for start in STARTS),
             with_interval(gain, "+"),
             f"{LOGISTIC_ERRORS[images]:.2f}",

@@ -2,7 +2,7 @@ import math
 import sys
 
 import pandas as pd
-from claims.decisions import KINDS, LOGISTIC_ERROR, interval, with_interval
+from claims.decisions import KINDS, LOGISTIC_ERROR, interval, with_ends, with_interval
 from frame import markdown
 
 from analysis.sweeps.sweep import lines_of, places_of, with_variables
@@ -49,7 +49,7 @@ def width(results: pd.DataFrame) -> list[str]:
         rules += [
             [kind, "1", f"C = 64 minus C = 8: {with_interval(narrow, '+')}; "
              f"minus C = 512: {with_interval(wide, '+')}", WORDS[holds[0]]],
-            [kind, "2", f"least at log2(C / S) = {at:.2f} [{low:.2f}, {high:.2f}]", WORDS[holds[1]]],
+            [kind, "2", f"least at log2(C / S) = {with_ends(at, low, high)}", WORDS[holds[1]]],
             [kind, "3", f"tau = {trend.tau:.2f}, p = {trend.p_holm:.3f}", WORDS[holds[2]]],
             [kind, "all", verdict, "-" if weak else WORDS[all(holds)]],
         ]  # fmt: skip

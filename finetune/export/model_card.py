@@ -108,7 +108,7 @@ def _model_rows(facts: Facts) -> list[tuple[str, str]]:
             scale = math.sqrt(TIMM_NORM_EPS / model.norm_eps)
             renamed += (
                 f", and scales the residual stream by {scale:.4g}, because timm's norms have an"
-                f" epsilon of {TIMM_NORM_EPS:g}, but those of this model {model.norm_eps:g}"
+                f" epsilon of {TIMM_NORM_EPS:g}, but the norms of this model {model.norm_eps:g}"
             )
     mean, std = (
         ", ".join(f"{value:.6g}" for value in values)

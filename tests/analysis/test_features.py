@@ -240,7 +240,7 @@ def test_the_command_averages_over_batches_before_the_ratio(
 
 
 def reseed(folder: Path) -> None:
-    """Replace the weights by those of another seed."""
+    """Replace the weights by the weights of another seed."""
     from safetensors.torch import load_file, save_file
 
     weights = load_file(folder / "model.safetensors")

@@ -222,8 +222,7 @@ def test_a_job_takes_nothing_along_of_the_one_that_submits_it() -> None:
 def test_a_job_reads_what_was_kept_and_names_the_users_own_file(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same is true for configs that a plan names: its members' and those of the runs that they
-    read."""
+    """The same is true for the configs of a plan's members, and of the runs that they read."""
     snapshot, outside, mlp = (
         checkout / "jobs/snapshots/0123abc",
         checkout.parent / "outside.yaml",

@@ -258,7 +258,13 @@ def test_the_conclusion_about_scaling(
             errors *= shape["largest"] if size == 2_036_858 else 1
             for seed in range(60, 63):
                 own = {"run": f"{size}-{images}-{seed}", "parameters": size, "images": images}
-                own |= {"weights": own["run"], "multiply_adds": size, "seed": str(seed)}
+                own |= {
+                    "weights": own["run"],
+                    "seed": str(seed),
+                    "epochs": 32.0,
+                    "samples": 32 * images,
+                }
+                own["compute"] = 96.0 * size * images
                 own |= {"test_epochs": epochs, "test_errors": errors + noise.normal(0, 1e-4, 8)}
                 rows.append(template | own)
     found = scaling.scaling(pd.DataFrame(rows))[-1]

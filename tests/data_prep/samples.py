@@ -61,8 +61,8 @@ def webp(image: Image.Image) -> bytes:
 def packed_tiff(
     image: Image.Image, pack: Callable[[bytes], bytes], compression: int, **options: Any
 ) -> bytes:
-    """Return `image` as a TIFF of three compressed strips, even if PIL has no such compression. The
-    tags are those of the uncompressed TIFF."""
+    """Return `image` as a TIFF of three compressed strips, even if PIL has no such compression. It
+    has the tags of the uncompressed TIFF."""
     plain = Image.open(io.BytesIO(encoded(image, "TIFF", strip_size=1 << 30, **options)))
     directory, (offset,), (length,) = plain.tag_v2, plain.tag_v2[273], plain.tag_v2[279]
     rows, row = -(-image.height // 3), length // image.height

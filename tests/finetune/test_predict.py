@@ -123,10 +123,10 @@ def test_pictures_get_the_answers_of_the_shards_built_from_them(
         ]
         expected = [rows[f"{built}/{name}"] for name in sorted(pictures)]
         for own, other in zip(found, expected, strict=True):
-            # other batches, so a matrix product may round differently
+            # on some CPUs the last printed digit depends on the batch
             probabilities = {key: float(own.pop(key)) for key in [*own] if "probability" in key}
             assert probabilities == pytest.approx(
-                {key: float(other[key]) for key in probabilities}, abs=2e-6
+                {key: float(other[key]) for key in probabilities}, abs=1.5e-6
             )
             assert own == {key: other[key] for key in own}
 

@@ -335,7 +335,8 @@ def test_ranks_that_wait_for_another_start_end_well(
 ) -> None:
     config, run_dir = write_tuning(tmp_path, pretrained, other_shapes), tmp_path / "run"
     with hold_run(run_dir, lock_wait_s=0):
-        stop_while_it_waits(start_tuning(config, run_dir, "seeds=[0,1]", ranks=2))
+        waiting = start_tuning(config, run_dir, "seeds=[0,1]", ranks=2)
+        stop_while_it_waits(waiting, ": interrupted")
     assert not (run_dir / "checkpoints").exists() and not (run_dir / "tracking").exists()
 
 
