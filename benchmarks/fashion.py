@@ -51,9 +51,11 @@ Split = tuple[Tensor, Tensor]
 
 
 def read_split(split: str, dataset: str) -> Split:
-    """Return images (one channel, because all three are equal) and labels."""
+    """Return images and labels. Gray images have one channel."""
     reader = open_split(dataset, load_manifest(Path(dataset)), split)
-    images = reader.images(np.arange(reader.num_samples))[:, None, :, :, 0]
+    images = reader.images(np.arange(reader.num_samples)).permute(0, 3, 1, 2)
+    if (images == images[:, :1]).all():
+        images = images[:, :1]
     return images.float() / 255, torch.from_numpy(reader.labels).long()
 
 

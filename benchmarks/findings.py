@@ -1,7 +1,8 @@
 """Decide the claims of docs/findings/ by their rules, from tests/analysis/points/findings_*.
 
     .venv/bin/python benchmarks/findings.py                   prints the result of each claim as Markdown
-    .venv/bin/python benchmarks/findings.py baseline DATASET  fits logistic regression on a dataset
+    .venv/bin/python benchmarks/findings.py baseline TUNE [DATASET ...]
+                                                              fits logistic regression
     .venv/bin/python benchmarks/findings.py cka               compares the features of the runs of `sparse`
 
 `make findings` trains the runs and writes findings_*. Each module of claims/ has the rules of the
@@ -10,6 +11,7 @@ page of the same name.
 
 import sys
 
+import numpy as np
 import pandas as pd
 from claims.decisions import TABLES
 from claims.depth import depth
@@ -26,17 +28,20 @@ PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0)
 """Values of scikit-learn's C for logistic regression."""
 
 
-def baseline(dataset: str) -> tuple[float, float]:
-    """Fit logistic regression on gray pixels. Return the C with the best accuracy on `val`, and the
-    test error for this C."""
-    name, seed = "logistic regression", 0
-    best = max(PENALTIES, key=lambda c: fit(name, c, seed, dataset, "val")["top1"])
-    return best, 100 * (1 - fit(name, best, seed, dataset, "test")["top1"])
+def baseline(tune: str, *datasets: str) -> tuple[float, float]:
+    """Fit logistic regression on pixels. Return the C with the best accuracy on the `val` split of
+    `tune`, and the test error for this C: the mean over `datasets`, by default of `tune`."""
+
+    def top1(c: float, dataset: str, split: str) -> float:
+        return fit("logistic regression", c, 0, dataset, split)["top1"]
+
+    best = max(PENALTIES, key=lambda c: top1(c, tune, "val"))
+    return best, 100 * (1 - np.mean([top1(best, each, "test") for each in datasets or [tune]]))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["baseline"]:
-        print("C = {}, test error {:.2f} %".format(*baseline(sys.argv[2])))
+        print("C = {}, test error {:.2f} %".format(*baseline(*sys.argv[2:])))
     elif sys.argv[1:] == ["cka"]:
         (a, b), *others = cka_pairs()
         out = f"{TABLES / 'findings_sparse_cka'}"

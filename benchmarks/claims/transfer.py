@@ -1,5 +1,3 @@
-import math
-
 import pandas as pd
 from claims.decisions import Comparison, decide, errors_and_rates, titled, with_interval
 from frame import markdown
@@ -8,8 +6,17 @@ TARGETS = {"digits": "Digits", "clip-art": "Clip art"}
 NUMBERS = (10, 30, 100)
 """Numbers of labeled images of each class."""
 STARTS = ("pretrained", "scratch")
-LOGISTIC_ERRORS = {f"{target}-{number}": math.nan for target in TARGETS for number in NUMBERS}
-"""Mean test error of logistic regression in percent, on the labeled images of each seed."""
+LOGISTIC_ERRORS = {
+    "digits-10": 10.47,
+    "digits-30": 7.36,
+    "digits-100": 5.01,
+    "clip-art-10": 68.05,
+    "clip-art-30": 59.95,
+    "clip-art-100": 53.75,
+}
+"""Test error of logistic regression in percent, the mean over the labeled images of seeds 80 to 84.
+`findings.py baseline data/transfer-digits-10-seed-107 data/transfer-digits-10-seed-8{0..4}` prints
+the first. For 100 images a class, C is chosen with 60."""
 
 
 def transfer(results: pd.DataFrame) -> list[str]:
@@ -22,7 +29,7 @@ def transfer(results: pd.DataFrame) -> list[str]:
     weak = {
         images
         for images, logistic in LOGISTIC_ERRORS.items()
-        if not errors[images].mean().max() < logistic  # NaN: not measured yet
+        if errors[images].mean().max() >= logistic
     }
     few, _, many = NUMBERS
     comparisons = [
