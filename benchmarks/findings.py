@@ -29,8 +29,8 @@ PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 def baseline(tune: str, *datasets: str) -> tuple[float, float]:
-    """Fit logistic regression on pixels. Return the C with the best accuracy on the `val` split of
-    `tune`, and the test error for this C: the mean over `datasets`, by default of `tune`."""
+    """Fit logistic regression on pixels. Return C and the mean test error on `datasets` (default:
+    `tune`). C has the best accuracy on the `val` split of `tune`."""
 
     def top1(c: float, dataset: str, split: str) -> float:
         return fit("logistic regression", c, 0, dataset, split)["top1"]
