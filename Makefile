@@ -18,7 +18,7 @@ study: .venv/.installed
 FINDINGS := $(patsubst configs/plan/findings_%_rates.yaml,%,$(wildcard configs/plan/findings_*_rates.yaml))
 CLAIM ?= $(FINDINGS)
 findings: export OMP_NUM_THREADS ?= 1
-findings: .venv/.installed $(if $(filter transfer,$(CLAIM)),transfer-data) $(if $(filter scaling,$(CLAIM)),scaling-data)
+findings: .venv/.installed $(if $(filter transfer clip_art,$(CLAIM)),transfer-data) $(if $(filter scaling,$(CLAIM)),scaling-data)
 	$(if $(filter-out $(FINDINGS),$(CLAIM)),$(error CLAIM is one of $(FINDINGS)))
 	$(BIN)/data_prep build configs/data_prep/fashion_mnist.yaml
 	$(BIN)/data_prep index configs/data_prep/index_fashion_mnist_6k.yaml

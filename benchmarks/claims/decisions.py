@@ -117,9 +117,9 @@ def errors_and_rates(
     return errors, data.groupby([*axes], sort=False).lr.first()
 
 
-def weak_arms(errors: pd.DataFrame) -> set[str]:
+def weak_arms(errors: pd.DataFrame, logistic: float = LOGISTIC_ERROR) -> set[str]:
     """Return the arms that do not beat logistic regression."""
-    return {arm for arm in errors if errors[arm].mean() >= LOGISTIC_ERROR}
+    return {arm for arm in errors if errors[arm].mean() >= logistic}
 
 
 def titled(arm: str, weak: Set[str]) -> str:

@@ -1,3 +1,5 @@
+from collections.abc import Sequence, Set
+
 import pandas as pd
 from claims.decisions import (
     Comparison,
@@ -16,21 +18,30 @@ from frame import markdown
 def locality(results: pd.DataFrame) -> list[str]:
     """Decide the claim of docs/findings/locality.md."""
     errors, rates = errors_and_rates(results, ("pixels", "network"), 120)
+    permuted, cost = errors["permuted"], errors["permuted"] - errors["in-order"]
+    comparisons = [
+        Comparison("2", "cost: `mixer`", cost["mixer"], "above", ("mixer",)),
+        difference("3", "cost: ", cost, "mixer", "rp", "above"),
+        difference("3", "cost: ", cost, "mixer", "sparse", "above"),
+        Comparison("4", "cost: `kronecker-2`", cost["kronecker-2"], "above", ("kronecker-2",)),
+        difference("4", "cost: ", cost, "kronecker-2", "monarch-2", "above"),
+        difference("5", "permuted: ", permuted, "sparse", "dense-patch", "below"),
+        difference("6", "permuted: ", permuted, "mixer", "dense-patch-small", "below"),
+    ]
+    return lines_of(errors, rates, comparisons, weak_arms(errors["in-order"]), ("dense", "dense-2"))
+
+
+def lines_of(
+    errors: pd.DataFrame,
+    rates: "pd.Series[float]",
+    comparisons: Sequence[Comparison],
+    weak: Set[str],
+    controls: Sequence[str],
+) -> list[str]:
+    """Return the tables of errors and decisions, and the conclusion."""
     in_order, permuted = errors["in-order"], errors["permuted"]
     cost = permuted - in_order
-    weak = weak_arms(in_order)
-    outcomes, decisions = decide(
-        [
-            Comparison("2", "cost: `mixer`", cost["mixer"], "above", ("mixer",)),
-            difference("3", "cost: ", cost, "mixer", "rp", "above"),
-            difference("3", "cost: ", cost, "mixer", "sparse", "above"),
-            Comparison("4", "cost: `kronecker-2`", cost["kronecker-2"], "above", ("kronecker-2",)),
-            difference("4", "cost: ", cost, "kronecker-2", "monarch-2", "above"),
-            difference("5", "permuted: ", permuted, "sparse", "dense-patch", "below"),
-            difference("6", "permuted: ", permuted, "mixer", "dense-patch-small", "below"),
-        ],
-        weak,
-    )
+    outcomes, decisions = decide(comparisons, weak)
     conclusion = conclude(
         {
             "Width by itself does not explain the Mixer's error.": outcomes["2"] == {"yes"},
@@ -40,8 +51,8 @@ def locality(results: pd.DataFrame) -> list[str]:
             "Width does not help without locality.": outcomes["5"] == {"equal"},
         }
     )
-    controls = {name: interval(cost[name]) for name in ("dense", "dense-2")}
-    if any(low > 1 or high < -1 for _, low, high in controls.values()):
+    ends = [interval(cost[name]) for name in controls]
+    if any(low > 1 or high < -1 for _, low, high in ends):
         conclusion = "The control fails, so the rules are not tested."
     table = [
         [

@@ -306,6 +306,45 @@ def test_the_conclusion_about_transfer(
     assert all(end in line for line, end in zip(lines, conclusions, strict=True)), lines
 
 
+def test_the_conclusions_about_clip_art(claims: Claims) -> None:
+    """Errors are least at C = 64, for normal Mixers only. Permuted pixels cost `mixer` 5 points."""
+    shapes = made_up(
+        {
+            (f"c{c}", mixing): {
+                "error": 0.3 + 0.1 * (c != 64) * (mixing == "normal"),
+                "train_loss": 0,
+                "channels": c,
+                "tokens": 1.0,
+                "permuted_blocks": 4.0 * (mixing == "rp"),
+            }
+            for c in (8, 64, 512)
+            for mixing in ("normal", "rp")
+        },
+        "shape",
+        "mixing",
+    )
+    networks = made_up(
+        {
+            (name, pixels): {
+                "error": 0.3 + 0.05 * (name == "mixer") * (pixels == "permuted"),
+                "train_loss": 0,
+            }
+            for name in ("mixer", "rp", "dense")
+            for pixels in ("in-order", "permuted")
+        },
+        "network",
+        "pixels",
+    )
+    shapes.seed, networks.seed = (
+        (table.seed.astype(int) + first).astype(str)
+        for table, first in ((shapes, 85), (networks, 90))
+    )
+    lines = claims("clip_art").clip_art(pd.concat([shapes, networks]))
+    holds = [line.split(" | ")[-1] for line in lines if "minus" in line or "cost: " in line]
+    assert holds == ["yes |", "no |", "yes |", "yes |"]
+    assert "does not explain" in lines[-1]
+
+
 def sizes_by_macs(spec: AnySpec) -> tuple[int, int, int, int]:
     """Return the number of layers, width, MACs and parameters of an MLP."""
     assert isinstance(spec, MlpSpec)
