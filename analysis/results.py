@@ -61,6 +61,7 @@ COLUMNS = {
     "own_seed": "seed of the probe or fine-tuning",
     "optimizer": "optimizer of the pretraining",
     "lr": "learning rate of the pretraining",
+    "own_lr": "learning rate of the fine-tuning",
     "weight_decay": "weight decay of the pretraining",
     "global_batch_size": "images per step of the pretraining",
     "augmented": "true if the pretraining used crop, flip, auto-augment, erasing or mixing",

@@ -117,6 +117,7 @@ def _about(run: Run, chain: Sequence[Run]) -> dict[str, Any]:
         row["method"] = "tta" if is_tuned and run.settings.get("num_views") else None
     if run.task not in TRAININGS:
         row["own_seed"] = trained.record.seed
+        row["own_lr"] = float(trained.params.get("optimizer.lr", "nan"))
         row["own_augmented"] = is_augmented(trained)
     return row
 

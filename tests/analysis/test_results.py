@@ -47,7 +47,7 @@ probe:
   run_dir: runs/probe-{{pretrained}}
 finetune:
   config: {configs}/finetune/demo.yaml
-  overrides: [data.dataset={other}, data.eval_split=val, "seeds=[7, 8]"]
+  overrides: [data.dataset={other}, data.eval_split=val, "seeds=[7, 8]", optimizer.lr=0.002]
   for_each: pretrain
   run_dir: runs/tune-{{pretrained}}
 """
@@ -149,6 +149,7 @@ def test_results_of_a_plan(plan: Plan, shapes: Path, other_shapes: Path) -> None
         assert start.endswith(length.removesuffix(" without DA" * bool(trained.augmented.iloc[0])))
     assert tuned.run.tolist()[:2] == ["runs/tune-seed-3/seed-7", "runs/tune-seed-3/seed-8"]
     assert (tuned.step == late).all() and tuned.own_seed.tolist() == [7, 8, 7, 8]
+    assert (tuned.own_lr == 0.002).all() and (tuned.lr == 0.0003).all()
     first, second = frame.iloc[0], frame.iloc[1]
     num_images = load_manifest(shapes).splits["train"].num_samples
     num_classes = len(load_manifest(shapes).classes)

@@ -300,7 +300,9 @@ def test_the_conclusion_about_transfer(
         for start in transfer.STARTS
     }
     results = made_up(
-        {arm: {"train_loss": 0, **row} for arm, row in rows.items()}, "labeled", "init"
+        {arm: {"train_loss": 0, "own_lr": 0.1, **row} for arm, row in rows.items()},
+        "labeled",
+        "init",
     )
     lines = [line for line in transfer.transfer(results) if line.startswith(("Digits", "Clip art"))]
     assert all(end in line for line, end in zip(lines, conclusions, strict=True)), lines
