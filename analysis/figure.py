@@ -36,7 +36,7 @@ class FigureSettings(Settings):
     facet: Names = Field((), examples=["target"])
     """Variables that split the figure into panels, one for each value."""
     task: str | None = Field(None, examples=["probe"])
-    """Show only results of this task: pretrain, probe, tune, evaluate, ..."""
+    """Show only results of this task, such as tune, or of this plan entry, such as pretrain/1."""
     accuracy: bool = False
     """Also draw the test accuracy (only for kind: curves)."""
 
@@ -50,12 +50,10 @@ def figure_settings(plan: Plan) -> FigureSettings:
     if settings.kind == "sweep" and settings.x is None:
         fix = "set x: width, for example"
         raise SettingsError("figure.x", "kind sweep needs x", fix, code="conflict")
-    if settings.kind != "sweep" and settings.x is not None:
-        problem = f"kind {settings.kind} does not use x"
-        raise SettingsError("figure.x", problem, "remove x", code="conflict")
-    if settings.accuracy and settings.kind != "curves":
-        problem = f"kind {settings.kind} does not use accuracy"
-        raise SettingsError("figure.accuracy", problem, "remove accuracy", code="conflict")
+    for name, kind in (("x", "sweep"), ("accuracy", "curves")):
+        if settings.kind != kind and getattr(settings, name):
+            problem = f"kind {settings.kind} does not use {name}"
+            raise SettingsError(f"figure.{name}", problem, f"remove {name}", code="conflict")
     members = (member for stage in plan.stages for member in stage.members)
     known = [*VARIABLES, *dict.fromkeys(axis for member in members for axis in member.labels)]
     for name in (*filter(None, [settings.x]), *settings.hue, *settings.facet):
@@ -77,7 +75,7 @@ def figure(plan: Plan, results: pd.DataFrame | None = None, *, partial: bool = F
         results = results_of_plans([plan], partial=partial)
     results = results[results.plan == plan.name]
     if settings.task is not None:
-        results = results[results.task == settings.task]
+        results = results[(results[["task", "stage"]] == settings.task).any(axis=1)]
     if results.empty:
         fix = f"run the plan with wide-mlps run {' '.join(plan.words)}"
         raise SettingsError(plan.path, "no run of the plan is finished", fix, code="empty")

@@ -155,6 +155,22 @@ def draw_band(axes: "Axes", x: Any, low: Any, middle: Any, high: Any, **style: A
     axes.plot(x, middle, **style)
 
 
+def draw_legend(figure: "Figure", axes: "Sequence[Axes]") -> None:
+    """Draw one legend for all axes below them, and enlarge the figure by the legend."""
+    handles = {
+        label: handle
+        for each in axes
+        for handle, label in zip(*each.get_legend_handles_labels(), strict=True)
+    }
+    if handles:
+        width, height = figure.get_size_inches()
+        columns = max(1, int(width * 17 / (8 + max(map(len, handles)))))
+        legend = figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns)
+        box = legend.get_window_extent()
+        width = max(width, box.width / figure.dpi)
+        figure.set_size_inches(width, height + box.height / figure.dpi)
+
+
 def hash_of(place: Path | str) -> str:
     """Return the content hash of a file, dataset, checkpoint or run. URLs, RUN@50epochs and
     hf-hub:NAME are allowed."""

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from analysis.output import Result
+from analysis.output import Result, draw_legend, mark
 from data_prep.errors import UserError
 from data_prep.images import decode
 from data_prep.images.lettering import legible
@@ -118,6 +118,7 @@ def draw(runs: Sequence[Run], rows: pd.DataFrame) -> Figure:
         panels = strips[-1, 0].subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
         if trained:
             draw_curves(trained, *panels[:2])
+            draw_legend(figure, panels[1:2])
         if len(bars):
             draw_accuracies(bars, panels[-1])
     return figure
@@ -128,11 +129,11 @@ def draw_curves(runs: Sequence[Run], loss: Axes, accuracy: Axes) -> None:
     differ in size, also draw the mean accuracy over classes, and the fraction of the largest class.
     """
     for number, run in enumerate(runs):
-        color = f"C{number}"
-        style: dict[str, Any] = {"color": color, "label": legible(run.name)}
+        style = mark(number) | {"label": legible(run.name)}
+        color = style["color"]
         losses, accuracies, class_means = run.curves("train/loss", "eval/top1", "eval/class_top1")
-        loss.plot(*losses, **style)
-        accuracy.plot(*accuracies, marker="o", markersize=3, **style)
+        loss.plot(*losses, markevery=0.2, **style)
+        accuracy.plot(*accuracies, **style)
         if run.chance:
             loss.axhline(-math.log(run.chance), color=color, linestyle=":", linewidth=1)
             accuracy.axhline(run.chance, color=color, linestyle=":", linewidth=1)
@@ -142,8 +143,6 @@ def draw_curves(runs: Sequence[Run], loss: Axes, accuracy: Axes) -> None:
     loss.set(title="pretraining: training loss (dotted: chance)", xlabel="step")
     legend = _legend({run.split for run in runs}, any(run.largest_class for run in runs), "thin")
     accuracy.set(title=f"pretraining: top-1 on {legend}", xlabel="step")
-    loss.legend()
-    accuracy.legend()
     accuracy.yaxis.set_major_formatter("{x:.0%}")
 
 

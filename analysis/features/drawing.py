@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from analysis.output import draw_band, mark
-from data_prep.images.lettering import legible
+from analysis.output import draw_band, draw_legend, mark
+from data_prep.images.lettering import legible, short
 from finetune.looks import GRAY, SEQUENTIAL, panels
 
 MOST_PANELS = 6
@@ -45,7 +45,7 @@ def _draw_heat(entries: pd.DataFrame, groups: pd.DataFrame) -> Figure:
         ):
             parts = (name.partition(" ") for name in names)
             _set_ticks(axis, [number + kind[:1] for number, _, kind in parts])
-            axis.set_label_text(f"mixings of\n{legible(model)}", fontsize=6)
+            axis.set_label_text(f"mixings of\n{legible(short(model, length=32))}", fontsize=6)
         axes.set_title(f"mean of the diagonal: {group.diagonal:.2f}", fontsize=7)
     figure.colorbar(image, ax=axes_of, shrink=0.8, aspect=25, pad=0.02, label="CKA")
     return figure
@@ -80,15 +80,12 @@ def _draw_density(groups: pd.DataFrame) -> Figure:
             own.density, own.diagonal, np.nan_to_num(bounds), label=label, capsize=2, **style
         )
         for ceiling in own.ceiling_a.dropna().unique():
-            axes.axhline(ceiling, color=style["color"], linestyle="--", linewidth=1)
-        axes.plot(own.density, own.floor, color=GRAY, linestyle=":", linewidth=1)
-    legend = {":": "floor: shuffled images"}
-    if groups.ceiling_a.notna().any():
-        legend["--"] = "ceiling: two seeds of the first network"
-    for line, label in legend.items():
-        axes.plot([], [], color=GRAY, linestyle=line, linewidth=1, label=label)
+            label = "ceiling: two seeds of the first network"
+            axes.axhline(ceiling, color=style["color"], linestyle="--", linewidth=1, label=label)
+        label = "floor: shuffled images"
+        axes.plot(own.density, own.floor, color=GRAY, linestyle=":", linewidth=1, label=label)
     axes.xaxis.set_major_formatter(lambda value, _: f"1/{1 / value:,.0f}" if value < 1 else "1")
-    axes.legend(loc="best")
+    draw_legend(figure, [axes])
     return figure
 
 
@@ -132,7 +129,7 @@ def draw_changes(rows: pd.DataFrame) -> Figure:
         axes[4].set_xticks(views, [f"{number:.0f}" for number in views])
         axes[4].xaxis.set_minor_locator(NullLocator())
         axes[4].yaxis.set_major_formatter("{x:.0%}")
-    axes[0].legend(loc="best")
+    draw_legend(figure, axes[:1])
     return figure
 
 
@@ -150,7 +147,7 @@ def draw_mixings(rows: pd.DataFrame) -> Figure:
         image = _draw_matrix(axes, np.array([*means]).T)
         _set_ticks(axes.xaxis, [f"{amount:.0f}" for amount in means.index])
         _set_ticks(axes.yaxis, [str(number + 1) for number in range(len(means.iloc[0]))])
-        axes.set(xlabel="shift in pixels", ylabel="mixing", title=legible(name))
+        axes.set(xlabel="shift in pixels", ylabel="mixing", title=legible(short(name, length=26)))
     label = "CKA with the unshifted images"
     figure.colorbar(image, ax=axes_of, aspect=25, pad=0.02, label=label)
     return figure

@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor
 
 from analysis.matrices.weights import initial_model, name_of
-from analysis.output import Result, mark
+from analysis.output import Result, draw_legend, mark
 from data_prep.errors import UserError
 from data_prep.images.lettering import legible
 from data_prep.images.sheet import PAPER
@@ -160,5 +160,5 @@ def draw_locality(rows: pd.DataFrame) -> Figure:
         noise = {"Gaussian noise: 3/5": (3 / 5, "--"), "uniform noise: 15/19": (15 / 19, "-.")}
         for words, (area, line) in noise.items():
             axes_of[0].axvline(area, color=GRAY, lw=0.8, ls=line, label=words)
-        figure.legend(*axes_of[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        draw_legend(figure, axes_of[:1])
     return figure

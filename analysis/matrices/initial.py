@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis.matrices.spectra import NOISE, norm, singular_values
-from analysis.output import Result, mark
+from analysis.output import Result, draw_legend, mark
 from data_prep.progress import progress
 from finetune.looks import BLUE, GRAY, looks, panels
 from pretrain.models.layers.sparse import draw_connections, largest_singular_value
@@ -152,7 +152,7 @@ def draw_widths(rows: pd.DataFrame, *, title: str) -> Figure:
             axes.plot(law.index, law, line, color=color, lw=1, label=label)
         axes.set(xlabel="width of the hidden layer γm", ylabel="largest singular value")
         axes.set_title(title)
-        figure.legend(loc="outside lower center", ncols=2)
+        draw_legend(figure, [axes])
     return figure
 
 
@@ -174,11 +174,10 @@ def draw_sparser(spectra: pd.DataFrame, largest: pd.DataFrame) -> Figure:
         title = f"a = {first.a:g}, Ω = {first.omega:,}, m = {first.width:,}; {count} matrices"
         center.set(xlabel="singular value (without zeros)", ylabel="number per matrix")
         center.set_title(title)
-        center.legend()
         for number, (omega, own) in enumerate(largest.groupby("omega")):
             _draw_over_seeds(right, own.groupby("a").sigma_max, number, f"Ω = {omega:,}")
         right.axhline(2, color=GRAY, lw=1, label="dense matrix (a = 0) in the limit: 2")
         right.set(xlabel="a", ylabel="largest singular value", ylim=(0, None))
         right.set_title("γ = 1, m = Ω^((1+a)/2), p = Ω^-a")
-        right.legend(loc="upper left")
+        draw_legend(figure, [center, right])
     return figure

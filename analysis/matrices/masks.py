@@ -21,7 +21,7 @@ def masks(tokens: int, channels: int, *, seed: int) -> Result:
         ]
     )
     with looks():
-        figure = Figure(figsize=(PAGE, 3.9))
+        figure = Figure(figsize=(PAGE, 4.2))
         for axes, (name, mask) in zip(figure.subplots(2, 4).flat, found.items(), strict=True):
             axes.imshow(~mask, cmap="gray", interpolation="nearest", vmin=0, vmax=1)
             axes.spines[:].set_visible(True)

@@ -30,7 +30,7 @@ from matplotlib.ticker import MaxNLocator
 from scipy.sparse import csr_matrix
 
 from analysis.matrices.weights import Array, Matrix, checkpoints_of, steps_of
-from analysis.output import Result, draw_band
+from analysis.output import Result, draw_band, draw_legend
 from data_prep.errors import UserError
 from data_prep.images.lettering import legible
 from finetune.looks import COLORS, GRAY, MARKERS, looks, panels
@@ -210,5 +210,5 @@ def draw_lines(rows: pd.DataFrame, titles: Mapping[str, str], *, x: str) -> Figu
             axes[0].plot([], [], marker, color=GRAY, label=name)
         if is_initial.any():
             axes[0].plot([], [], color=GRAY, label="initial", **pale)
-        figure.legend(loc="outside lower center", ncols=3 if len(titles) > 1 else 2)
+        draw_legend(figure, axes[:1])
     return figure

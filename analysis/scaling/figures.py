@@ -10,10 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullLocator
 
-from analysis.output import draw_band, mark
+from analysis.output import draw_band, draw_legend, mark
 from analysis.scaling.allocation import Allocation, IsoFlop, around_least
 from analysis.scaling.laws import Estimate, band_of, interval_of
 from analysis.scaling.study import VARIABLES, Study
+from data_prep.images.lettering import short
 from finetune.looks import GRAY, format_power, panels, set_log_ticks
 
 BLACK = "#222222"
@@ -48,7 +49,7 @@ def _draw_compute(studies: Sequence[Study]) -> Figure:
             axis.scatter(compute[own], sample.errors_N[own], s=9, lw=0, label=label, **style)
         axis.step(compute[on], sample.errors_N[on], where="post", color=GRAY, lw=0.8, zorder=0)
         _draw_law(axis, each, "compute", compute, color=BLACK)
-        axis.set_title(f"{sample.name}\n{_formula(each.drawn['compute'])}")
+        axis.set_title(f"{short(sample.name, length=42)}\n{_formula(each.drawn['compute'])}")
         _scale(axis, COMPUTE)
         if any(sizes):
             axis.legend(title="P", title_fontsize=7, handletextpad=0.1, labelspacing=0.25)
@@ -67,10 +68,11 @@ def _draw_size_and_data(studies: Sequence[Study]) -> Figure:
                 words = "no law fitted"
                 if not isinstance(found, str):
                     words = f"alpha = {_with_interval(found, 'alpha')}"
-                label = f"{each.sample.name}: {words}"
+                label = f"{each.sample.name}, {law}: {words}"
                 axis.scatter(values, each.sample.errors_N[held], s=14, lw=0, label=label, **style)
                 _draw_law(axis, each, law, values, color=style["color"])
-        _scale(axis, f"{LABELS[variable]} (largest {others} and T)", legend_above=True)
+        _scale(axis, f"{LABELS[variable]} (largest {others} and T)")
+    draw_legend(figure, axes)
     return figure
 
 
@@ -87,21 +89,23 @@ def _draw_allocation(studies: Sequence[Study]) -> Figure:
                 if isinstance(found, Allocation) and name in found.lines:
                     x = np.geomspace(found.compute_K.min(), found.compute_K.max(), 60)
                     y = np.exp(np.polyval(found.lines[name], np.log(x)))
-                    words = f"{each.sample.name}, {way}: C^{found.lines[name][0]:.2f}"
+                    words = f"{each.sample.name}, {way}: {label[0]} ∝ C^{found.lines[name][0]:.2f}"
                     axis.plot(x, y, label=words, color=color, ls=line)
                     dots: dict[str, Any] = {"facecolors": "none", "edgecolors": color}
                     axis.scatter(found.compute_K, found.best[name], s=16, marker=marker, **dots)
-        _scale(axis, COMPUTE, f"best {label}", legend_above=True)
+        _scale(axis, COMPUTE, f"best {label}")
+    draw_legend(figure, axes)
     return figure
 
 
 def _draw_isoflop(studies: Sequence[tuple[Study, IsoFlop]]) -> Figure:
     figure, axes = panels(len(studies), height=2.6)
+    budgets = sorted({*np.concatenate([iso.budgets_K for _, iso in studies])})
+    ends = budgets[0], budgets[len(budgets) // 2], budgets[-1]
     for axis, (each, iso) in zip(axes, studies, strict=True):
-        last = len(iso.budgets_K) - 1
         for row, (budget, errors_P) in enumerate(zip(iso.budgets_K, iso.errors_KP, strict=True)):
-            color = _shade(row, last + 1)
-            label = f"C = {format_power(budget)}" if row in (0, last // 2, last) else None
+            color = _shade(budgets.index(budget), len(budgets))
+            label = f"C = {format_power(budget)}" if budget in ends else None
             axis.scatter(iso.sizes_P, errors_P, s=9, lw=0, color=color, label=label)
             if np.isfinite(iso.parabolas_K3[row, 0]):
                 near = iso.sizes_P[around_least(errors_P)]
@@ -110,9 +114,9 @@ def _draw_isoflop(studies: Sequence[tuple[Study, IsoFlop]]) -> Figure:
                 axis.plot(x, y, color=color, lw=0.9)
                 if 0 < (least := y.argmin()) < len(x) - 1:
                     axis.plot(x[least], y[least], marker="x", color=BLACK, markersize=4)
-        axis.set_title(each.sample.name)
+        axis.set_title(short(each.sample.name, length=26))
         _scale(axis, LABELS["parameters"])
-        axis.legend(handletextpad=0.1)
+    draw_legend(figure, axes)
     return figure
 
 
@@ -139,7 +143,7 @@ def _with_interval(found: Estimate, name: str) -> str:
     return f"{values_B[0]:.2f}{between}"
 
 
-def _scale(axis: Axes, label: str, value: str = "error", *, legend_above: bool = False) -> None:
+def _scale(axis: Axes, label: str, value: str = "error") -> None:
     axis.set(xlabel=label, ylabel=value)
     if not axis.has_data():
         axis.set(xticks=[], yticks=[])
@@ -151,8 +155,6 @@ def _scale(axis: Axes, label: str, value: str = "error", *, legend_above: bool =
     if value == "error":
         axis.yaxis.set_minor_locator(NullLocator())
         axis.yaxis.set_major_formatter(lambda number, _: f"{100 * number:.3g} %")
-    if legend_above:
-        axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), labelspacing=0.25)
 
 
 def _shade(number: int, count: int) -> Any:

@@ -17,7 +17,7 @@ import torch
 from matplotlib.figure import Figure
 from torch.nn import functional
 
-from analysis.output import Result, mark
+from analysis.output import Result, draw_legend, mark
 from analysis.speed.efficiency import machine
 from data_prep.progress import progress
 from finetune.looks import looks, panels, set_log_ticks
@@ -144,5 +144,5 @@ def draw(rows: pd.DataFrame, *, device: str) -> Figure:
         axes.invert_yaxis()
         axes.margins(0.12, 0.2)
         set_log_ticks(axes.xaxis, most=5)
-        figure.legend(loc="outside upper center", ncols=2)
+        draw_legend(figure, [axes])
     return figure

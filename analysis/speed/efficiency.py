@@ -19,7 +19,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from analysis.output import Result, mark
+from analysis.output import Result, draw_legend, mark
 from finetune.looks import GRAY, looks, panels, set_log_ticks
 from pretrain.engine.step import DTYPES, working_in
 from pretrain.models.build import build_model
@@ -187,17 +187,16 @@ def draw(rows: pd.DataFrame, conditions: Conditions) -> Figure:
             published = row.paper_giga_multiply_adds, row.paper_images_per_s
             axes.plot(*published, **style, fillstyle="none")
         dashed: dict[str, Any] = {"color": GRAY, "linestyle": "--", "linewidth": 0.7}
-        here = f"measured, {conditions.device} {conditions.dtype}"
         for rates, fill, name in (
-            (rows.images_per_s, "full", here),
+            (rows.images_per_s, "full", f"measured, {conditions.device} {conditions.dtype}"),
             (rows.paper_images_per_s, "none", "paper, A5000"),
         ):
-            axes.plot(macs, rates[0] * macs[0] / macs, **dashed)
+            limit = f"MACs/s of {rows.paper_label[0]}"
+            axes.plot(macs, rates[0] * macs[0] / macs, **dashed, label=limit)
             axes.plot([], [], "o", color=GRAY, fillstyle=fill, label=name)
-        axes.plot([], [], **dashed, label=f"MACs/s of {rows.paper_label[0]}")
         axes.set(xscale="log", yscale="log", xlabel="MACs of an image (G)")
         set_log_ticks(axes.xaxis)
         set_log_ticks(axes.yaxis)
         axes.set_ylabel("throughput (images/s)")
-        figure.legend(loc="outside upper center", ncols=2)
+        draw_legend(figure, [axes])
     return figure

@@ -1,6 +1,5 @@
 """The figures of sweeps, curves and widths."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis.output import draw_band, mark
+from analysis.output import draw_band, draw_legend, mark
 from analysis.sweeps.sweep import are_numbers
 from data_prep.images.lettering import legible, short
 from finetune.looks import GRAY, looks, panels, set_log_ticks
@@ -48,7 +47,7 @@ def draw_sweep(places: pd.DataFrame, lines: pd.DataFrame, title: str) -> Figure:
             each.set_ylabel("RP - normal (percentage points)")
         for top, facet in zip(tops, facets, strict=True):
             top.set(title=legible(facet), ylabel="test error (%)")
-        _draw_legend(figure, tops)
+        draw_legend(figure, tops)
     return figure
 
 
@@ -78,18 +77,6 @@ def _set_x_ticks(axes: Axes, values: list[Any], *, is_number: bool) -> None:
     axes.set_xlim(-0.5, len(names) - 0.5)
 
 
-def _draw_legend(figure: Figure, axes: Sequence[Axes]) -> None:
-    handles = {
-        label: handle
-        for each in axes
-        for handle, label in zip(*each.get_legend_handles_labels(), strict=True)
-    }
-    if any(handles):
-        longest = max(map(len, handles))
-        columns = max(1, min(len(handles), int(figure.get_figwidth() * 14 / (6 + longest))))
-        figure.legend([*handles.values()], [*handles], loc="outside upper center", ncols=columns)
-
-
 def draw_curves(bands: pd.DataFrame) -> Figure:
     """Draw the range and the mean over seeds. Training losses are dashed. The accuracy has its own
     panel next to the losses."""
@@ -109,7 +96,7 @@ def draw_curves(bands: pd.DataFrame) -> Figure:
             each.set(title=legible(facet), xlabel="epochs")
         for number, each in enumerate(axes):
             each.set_ylabel("test accuracy (%)" if number % per_facet else "loss (nats)")
-        _draw_legend(figure, axes)
+        draw_legend(figure, axes)
     return figure
 
 
@@ -125,5 +112,5 @@ def draw_widths(rows: pd.DataFrame) -> Figure:
             axes.set(xscale="log", yscale="log", xlabel="channels C", ylabel=title)
             set_log_ticks(axes.xaxis, most=5)
             set_log_ticks(axes.yaxis)
-        _draw_legend(figure, both)
+        draw_legend(figure, both)
     return figure

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from analysis.cli import main
+from analysis.features.drawing import _draw_density
 from analysis.features.hsic import WholeCka, WholeSample, cka, gram, hsic
 from analysis.features.mixings import Images, Subject
 from data_prep.manifest import load_manifest
+from finetune.looks import looks
 from finetune.session import open_backbone
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.models.image_model import ImageModel
@@ -237,6 +239,17 @@ def test_the_command_averages_over_batches_before_the_ratio(
     assert main(["cka", *first, "--batch", "36", "--out", str(tmp_path / "few")]) == 0
     few = json.loads((tmp_path / "few.json").read_text())
     assert few["groups"][0]["low"] is None  # two batches have no interval
+
+
+def test_long_names_are_below_the_figure_by_density() -> None:
+    numbers = {"density": 0.5, "diagonal": 0.5, "sd": 0.1, "floor": 0.0, "ceiling_a": 0.9}
+    models = [f"model {number} of " * 8 for number in range(15)]
+    with looks():
+        figure = _draw_density(pd.DataFrame({"model_a": models, **numbers}))
+        figure.draw_without_rendering()
+    names, (axes,) = figure.legends[0].get_window_extent(), figure.axes
+    assert names.x0 >= 0 and names.x1 <= figure.bbox.x1 and names.y0 >= 0
+    assert names.y1 <= axes.get_tightbbox().y0 and axes.bbox.height > 100
 
 
 def reseed(folder: Path) -> None:

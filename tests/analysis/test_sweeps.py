@@ -197,14 +197,6 @@ def test_results_that_have_no_mean_are_an_error() -> None:
         places_of(made(), "width", task="probe")
 
 
-def test_a_mistake_is_one_line_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:
-    made().to_parquet(tmp_path / "results.parquet")
-    words = ["sweep", str(tmp_path / "results.parquet"), "--x", "log_cs"]
-    assert main([*words, "--out", str(tmp_path / "bad")]) == 2
-    assert printed_errors(capsys.readouterr().err) == [("log_cs", "conflict")]
-    assert not list(tmp_path.glob("bad*"))
-
-
 def test_bands_are_the_range_over_seeds(tmp_path: Path, capsys: Capture) -> None:
     results = made()
     results[results.channels.isin([32, 64])].to_parquet(tmp_path / "few.parquet")

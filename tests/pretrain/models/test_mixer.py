@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm
 
 from pretrain.models.build import build_model, pooled_features
-from pretrain.models.layers.permutation import Permutation
 from pretrain.models.mixer import Mixer, MixerBlock, TwoLayer
 from pretrain.models.spec import MixerSpec
+from tests.pretrain.models.test_permutation import matrix_of
 
 IMAGE, PATCHES, TOKENS, CHANNELS = 12, 9, 7, 5  # S0 = 9, S = 7 where it is given
 
@@ -133,10 +133,6 @@ def dense_mixing(module: nn.Module, *, copies: int, across: bool) -> list[tuple[
     return [(kron(eye, layer.weight), torch.kron(ones, layer.bias)) for layer in layers]
 
 
-def permutation_matrix(permutation: Permutation) -> Tensor:
-    return torch.eye(len(permutation.index), dtype=torch.float64)[permutation.index.long()]
-
-
 def wide(x_BM: Tensor, layers: list[tuple[Tensor, Tensor]]) -> Tensor:
     x_BM = gelu(x_BM @ layers[0][0].T + layers[0][1])
     return x_BM if len(layers) == 1 else x_BM @ layers[1][0].T + layers[1][1]
@@ -155,17 +151,14 @@ def test_a_block_is_a_wide_and_sparse_mlp(fields: dict[str, object]) -> None:
         tokens = skip.shape[1] // CHANNELS
         if block.is_permuted:
             layers = dense_mixing(block.token_mixing, copies=CHANNELS, across=False)
-            j1, j2 = permutation_matrix(block.before_tokens), permutation_matrix(block.after_tokens)
+            j1, j2 = matrix_of(block.before_tokens), matrix_of(block.after_tokens)
             u = skip + wide(first @ j1.T, layers) @ j2.T
         else:
             u = skip + wide(first, dense_mixing(block.token_mixing, copies=CHANNELS, across=True))
         second = norm(u.reshape(2, tokens, CHANNELS), block.channel_norm).flatten(1)
         layers = dense_mixing(block.channel_mixing, copies=tokens, across=False)
         if block.is_permuted:
-            j1, j2 = (
-                permutation_matrix(block.before_channels),
-                permutation_matrix(block.after_channels),
-            )
+            j1, j2 = (matrix_of(block.before_channels), matrix_of(block.after_channels))
             y = u + wide(second @ j1.T, layers) @ j2.T
         else:
             y = u + wide(second, layers)

@@ -10,11 +10,7 @@ from mlflow import MlflowClient
 from pretrain.tracking.delivery import sync
 from pretrain.tracking.tracker import RunIdentity, Tracker
 
-
-@pytest.fixture(autouse=True)
-def no_deliverer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start no deliverer, which takes seconds: the tests call `sync`."""
-    monkeypatch.setattr("pretrain.tracking.tracker.sys.executable", "/bin/true")
+pytestmark = pytest.mark.usefixtures("by_hand")
 
 
 def run(folder: Path, name: str, *, parent: Path | None = None) -> tuple[Path, RunIdentity]:

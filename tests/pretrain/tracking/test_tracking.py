@@ -45,12 +45,6 @@ def store(new_store: Path, tmp_path: Path) -> Path:
     return tmp_path / "mlflow.db"
 
 
-@pytest.fixture
-def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start no deliverer, which takes seconds: the tests call `sync`."""
-    monkeypatch.setattr("pretrain.tracking.tracker.sys.executable", "/bin/true")
-
-
 def identity(run_dir: Path, *, uri: str | None = None) -> RunIdentity:
     return RunIdentity.of(run_dir, experiment="tests", uri=uri)
 
