@@ -18,7 +18,7 @@ def clip_art(results: pd.DataFrame) -> list[str]:
         differences, is_least = compare_shapes(own)
         is_weak = bool(weak_arms(own.T, LOGISTIC_ERROR))
         rows.append([kind, differences, "not tested" if is_weak else WORDS[is_least]])
-    errors, rates = errors_and_rates(results[~is_width], ("pixels", "network"), 30)
+    errors, rates = errors_and_rates(results[~is_width], ("variant", "network"), 30)
     cost = errors["permuted"] - errors["in-order"]
     comparisons = [
         Comparison("2", "cost: `mixer`", cost["mixer"], "above", ("mixer",)),

@@ -24,7 +24,7 @@ from tests.ranks import REPOSITORY
 PAGES = REPOSITORY / "docs/findings"
 POINTS = REPOSITORY / "tests/analysis/points"
 CLAIMS = ("width", "locality", "mlp", "depth", "sparse")
-ARM_AXES = ("shape", "arm", "labeled", "network", "mixing", "pixels", "init")
+ARM_AXES = ("shape", "arm", "labeled", "network", "mixing", "pixels", "variant", "init")
 Sizes = Callable[[AnySpec], tuple[int, int, int, int]]
 Claims = Callable[[str], ModuleType]
 
@@ -325,8 +325,8 @@ def test_the_conclusions_about_clip_art(claims: Claims) -> None:
             for c in (8, 64, 512)
             for mixing in ("normal", "rp")
         },
-        "shape",
-        "mixing",
+        "network",
+        "variant",
     )
     networks = made_up(
         {
@@ -338,7 +338,7 @@ def test_the_conclusions_about_clip_art(claims: Claims) -> None:
             for pixels in ("in-order", "permuted")
         },
         "network",
-        "pixels",
+        "variant",
     )
     shapes.seed, networks.seed = (
         (table.seed.astype(int) + first).astype(str)
