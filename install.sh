@@ -124,7 +124,7 @@ install_pillow() {
         # uv's cache key ignores CC: a cached wheel may lack AVX2, so it is built again.
         if grep -qw avx2 /proc/cpuinfo; then CC="cc -mavx2"; else CC=cc; fi
         export CC
-        say "building Pillow-SIMD, a minute or two"
+        say "building Pillow-SIMD, which takes a minute or two"
         take_pil pillow-simd --no-cache --no-binary pillow-simd --reinstall-package pillow-simd 2> $VENV/pillow-simd.log && return 0
         missing="a working build (see $VENV/pillow-simd.log)"
     fi
@@ -180,7 +180,7 @@ choose_torch() {
         --output-file $VENV/torch.all > $VENV/torch.log ||
         die "this build is not available (see above). Set CUDA= to another build, CUDA=lock, or TORCH_INDEX= to a mirror."
     family_in $VENV/torch.all > $VENV/torch.lock
-    say "without a hash: $(tr '\n' ' ' < $VENV/torch.lock)"
+    say "not checked against a hash: $(tr '\n' ' ' < $VENV/torch.lock)"
 }
 
 install_torch() {

@@ -42,7 +42,7 @@ def _add_verbs(verbs: Verbs) -> None:
         "table",
         _table,
         out="{runs}/tables",
-        help="accuracies of finished runs next to the papers' tables: Markdown and PNG",
+        help="accuracies of finished runs next to the papers' tables (Markdown, PNG)",
         epilog="analysis table runs",
     )
     table.add_argument(
@@ -77,7 +77,7 @@ def _add_verbs(verbs: Verbs) -> None:
     )
     figure.add_argument("plan", type=Path, metavar="PLAN.yaml", help="plan whose runs to read")
     figure.add_argument(
-        "--kept", type=Path, metavar="SNAPSHOT", help="read configs from this snapshot"
+        "--kept", type=Path, metavar="SNAPSHOT", help="read configs from this snapshot of a job"
     )
     figure.add_argument(
         "--check", action="store_true", help="only check the `figure:`, without reading runs"

@@ -52,7 +52,7 @@ def collect(root: Path) -> list[Run]:
     runs. Raise UserError if there are no runs."""
     runs = runs_below(root)
     if not runs:
-        fix = "give a folder of runs, such as runs/"
+        fix = "give a folder of runs"
         raise UserError(str(root), "the folder has no runs", fix, code="empty")
     groups = {run.directory for run in runs if run.is_group}
     runs = [run for run in runs if run.directory.parent not in groups]

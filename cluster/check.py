@@ -1,8 +1,8 @@
 """`cluster/submit --check`: report whether jobs can run with the present cluster/site.env.
 
 The command checks Python, the GPUs' driver, file locks, the reply of `sbatch --test-only` and the
-time limit. For a submission, it also checks config, data and batch. It submits and changes nothing,
-and needs no installed packages.
+time limit. For a submission, it also checks config, data and batch. It changes nothing, and needs
+no installed packages.
 """
 
 import os

@@ -332,7 +332,9 @@ def load_checked(path: str, snapshot: Path | None = None, *, is_demo: bool = Fal
     """Read a plan and check it completely. Raise one SettingsError with up to 20 mistakes."""
     plan = load_plan(path, is_demo=is_demo, snapshot=snapshot)
     if errors := [*_problems(plan)]:
-        raise in_file(path, *errors[:20])
+        count = UserError("", f"{len(errors)} mistakes; 20 are listed", code="bad-value")
+        errors[20:] = [count] * (len(errors) > 20)
+        raise in_file(path, *errors)
     return plan
 
 
@@ -459,7 +461,9 @@ def _axis_of_runs(axis: str, entry: Entry, kind: Kind, before: tuple[Stage, ...]
     if not COMMANDS[kind].reads_checkpoint or not works:
         later = list(COMMANDS.values())[list(COMMANDS).index(_EACH[axis]) + 1 :]
         readers = ", ".join(each.section for each in later if each.reads_checkpoint)
-        problem = f"it needs a section {COMMANDS[_EACH[axis]].section!r} and one of {readers}"
+        problem = (
+            f"it needs an earlier {COMMANDS[_EACH[axis]].section!r}, and is valid in {readers}"
+        )
         fix = "add the section, or omit for_each"
         raise SettingsError("for_each", problem, fix, code="conflict")
     for work in works:

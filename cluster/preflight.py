@@ -10,8 +10,8 @@ Each rank runs this module.
 4. The judge prints a summary and writes JOB_DIR/preflight.jsonl (one line per rank) and
    JOB_DIR/bad-nodes (NODE<TAB>reason).
 
-Every wait has a limit. If most nodes have the same fault, no node is blamed. Exit codes of the
-judge: 0 no bad node, 3 bad nodes were named, 1 the checks could not run.
+Every wait has a limit. Exit codes of the judge: 0 no bad node, 3 bad nodes were named, 1 the checks
+could not run.
 """
 
 import argparse

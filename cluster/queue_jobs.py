@@ -52,6 +52,8 @@ from data_prep.exit_codes import BAD_INPUT, FAILED, OK, message_of
 from data_prep.interrupts import keep
 from pretrain.config import PretrainSettings, check_against_ranks
 
+_LATER = "Repeat the command after some of your jobs have ended"
+
 
 def main(words: list[str]) -> int:
     jobs: list[str] = []
@@ -81,8 +83,7 @@ def main(words: list[str]) -> int:
         return BAD_INPUT
     except QueueFullError:
         some = f" Submitted before: {', '.join(jobs)}." * bool(jobs)
-        fix = "Repeat the command after some of your jobs have ended"
-        print(f"cluster/submit: the queue is full.{some} {fix}", file=sys.stderr)
+        print(f"cluster/submit: the queue is full.{some} {_LATER}", file=sys.stderr)
         return FAILED
     except RefusedError:
         return FAILED
@@ -259,8 +260,7 @@ class Queue:
                 for label, _ in [entry for entry in own if entry[1] == place]:
                     take_back(label, place)
                 own = [entry for entry in own if entry[1] != place]
-        print("cluster/submit: the queue is full, even for one job. Repeat the command after some "
-            "of your jobs have ended", file=sys.stderr)  # fmt: skip
+        print(f"cluster/submit: the queue is full, even for one job. {_LATER}", file=sys.stderr)
         raise RefusedError
 
 

@@ -326,7 +326,6 @@ def _read(path: Path, _mtime_ns: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=16)
 def _data_of(data: str, dataset: str) -> TrainingData:
-    """Return the dataset of a data section. It is cached, because members of a grid usually share
-    it."""
+    """Return the dataset of a data section. It is cached, because members of a grid share it."""
     tree = json.loads(data) | {"dataset": dataset}
     return load_training_data(DataSettings.model_validate_json(json.dumps(tree)))

@@ -361,7 +361,7 @@ def refuse_hopeless(url: str, error: Exception) -> None:
         ) from None
     if type(error).__name__ == "HfUriError":
         fix = "write it as hf://datasets/USER/NAME/FILE"
-        raise UserError(place, "it is not an address of the hub", fix, code="bad-value") from None
+        raise UserError(place, "it is not a Hugging Face address", fix, code="bad-value") from None
     if names & _NOT_ON_THE_HUB:
         problem = "the file does not exist, or you have no access to it"
         fix = f"correct the address (hf://datasets/USER/NAME/FILE), or log in ({kind.credentials})"

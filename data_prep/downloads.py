@@ -126,9 +126,10 @@ class _File:
 
     def _copy(self, place: Path) -> str:
         source = place / self.name if place.is_dir() or self.published.folder else place
+        fix = f"give the folder of a complete {self.name}, or omit --from to download it"
         if not source.is_file():
-            raise self._error("--from", f"{source} is not a file", code="missing-path")
-        found = self._check(source, source)
+            raise UserError("--from", f"{source} is not a file", fix, code="missing-path")
+        found = self._check(source, source, fix=fix)
         with atomic_file(self.path) as target, open(source, "rb") as file:
             shutil.copyfileobj(file, target)
         return found
@@ -142,8 +143,7 @@ class _File:
             except UserError as error:
                 failure = error
         if isinstance(failure, RemoteError):
-            problem = failure.problem + ("" if mirror else "; this address is untested")
-            failure = self._error(failure.field, problem, code="unreachable")
+            failure = self._error(failure.field, failure.problem, code="unreachable")
         raise failure
 
     def _attempt(self, url: str) -> str:

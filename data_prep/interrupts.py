@@ -37,7 +37,7 @@ def answer_interrupt() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     is_first_rank = (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
     if _Answer.kept and is_first_rank and ANSWERED not in os.environ:
-        words = f"stopping; {_Answer.kept}; Ctrl-C again ends it at once"
+        words = f"stopping; {_Answer.kept}; Ctrl-C again ends the command at once"
         console.write_error(f"\n{_Answer.program}: {words}\n")
 
 

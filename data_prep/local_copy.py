@@ -75,7 +75,7 @@ def own_host(directory: Path) -> str:
     if len(hosts) > 1:
         problem = (
             f"the shards of {directory} are on {len(hosts)} hosts ({', '.join(hosts[:3])}), but "
-            "options are sent to only one host"
+            "storage options are sent to only one host"
         )
         fix = "index the shards of each host as a separate dataset"
         raise UserError("storage", problem, fix, code="conflict")

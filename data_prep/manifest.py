@@ -236,7 +236,8 @@ class Manifest(Settings):
         if name not in self.splits:
             fix = nearest(name, list(self.splits))
             if name == "val" and "val_fraction" in self.source:
-                fix = f"{fix}, or build another dataset with source.val_fraction=0.1"
+                names = ", ".join(self.splits)
+                fix = f"choose {names}, or build another dataset with source.val_fraction=0.1"
             problem = f"it has no split {name!r}"
             raise DatasetError(str(directory), problem, fix, code="unknown-name")
         return self.splits[name]
@@ -273,7 +274,7 @@ def parse_manifest(data: bytes, path: Path | str) -> Manifest:
         fix = "copy it again, or rebuild the dataset"
         raise DatasetError(str(path), problem, fix, code="damaged") from None
     problem = f"it has schema version {version!r}, but this program reads {SCHEMA_VERSION}"
-    fix = "rebuild the dataset, or install the wide-mlps that wrote it"
+    fix = "rebuild the dataset, or install the version of wide-mlps that wrote it"
     raise DatasetError(str(path), problem, fix, code="unsupported")
 
 
@@ -350,8 +351,7 @@ def _lines(directory: Path | str, file: str, *, sha256: str, count: int) -> list
 def load_annotation(directory: Path | str, split: Split, name: str) -> NDArray[np.bool_]:
     """Return the (num_samples, num_columns) bits of an annotation."""
     if name not in split.annotations:
-        fix = nearest(name, list(split.annotations))
-        problem = f"it has no annotation {name!r}"
+        problem, fix = f"the split has no annotation {name!r}", "choose another split"
         raise DatasetError(str(directory), problem, fix, code="unknown-name")
     annotation = split.annotations[name]
     shape = (split.num_samples, -(-annotation.num_columns // 8))

@@ -226,7 +226,7 @@ def _hold(file: IO[str], place: Path, *, wait: bool, notice: str = "") -> None:
         if not wait:
             known = f" ({holder})" if (holder := _holder_in(file)) else ""
             problem = f"another process is writing to it{known}"
-            fix = "wait for it, or choose another directory"
+            fix = "wait until the process ends, or choose another directory"
             raise Busy(str(place), problem, fix, code="busy") from None
         whom = _holder_in(file) or "another process"
         print(

@@ -63,7 +63,7 @@ def session(
         if not same_on_all_ranks(int(identity[:15], 16), device=device):
             place = str(checkpoint.directory if checkpoint else run_dir)
             problem = (
-                "the ranks read different weights, data or settings; the run may be training now"
+                "the ranks read different weights, data or settings; its run may be training now"
             )
             fix = "choose one checkpoint, RUN/checkpoints/step-N"
             raise UserError(place, problem, fix, code="mismatch")

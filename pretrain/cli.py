@@ -122,7 +122,8 @@ pretrain train runs/mine epochs=40"""  # noqa: E501 (a table)
     words = "estimate a model's memory and time per step, and the fastest number of nodes"
     _add_estimate(verbs.add_parser("estimate", help=words))
     sync = verbs.add_parser(
-        "sync", help="send a run's undelivered events to MLflow, or write its events for a tool"
+        "sync",
+        help="send a run's undelivered events to MLflow, or write its events for another tool",
     )
     sync.epilog = "pretrain sync runs/mine"
     sync.add_argument("run_dir", type=Path, help="directory of the run")
@@ -332,7 +333,7 @@ def _preview(options: argparse.Namespace) -> int:
         settings, data, count=options.count, epoch=options.epoch, num_threads=read_alone().num_cores
     )
     save_sheet(sheet, options.out)
-    print(f"{options.out}: {options.count} images, {sheet.width} x {sheet.height}")
+    print(f"{options.out}: {options.count} images, {sheet.width} x {sheet.height} pixels")
     return OK
 
 
@@ -416,7 +417,7 @@ def _estimate(options: argparse.Namespace) -> int:
     if wrong:
         raise UserError(
             "--batch",
-            f"{plan.global_batch_size} is not divisible by {wrong[0]} x {options.gpus} GPUs",
+            f"{plan.global_batch_size} is not divisible by {wrong[0]} nodes x {options.gpus} GPUs",
             "choose another --batch, or other --nodes",
             code="bad-value",
         )

@@ -23,7 +23,7 @@ def add_commands(verbs: Verbs) -> None:
         verbs,
         "cka",
         _cka,
-        help="similarity of the features of two networks, mixing by mixing (Mixer paper, Fig. 2)",
+        help="compare the features of two networks, mixing by mixing (Mixer paper, Fig. 2)",
         description=(
             "Computes the unbiased minibatch CKA. Memory: 1 GB, the weights, and 16 BATCH^2 bytes"
             " for each mixing of each run. --full-sample adds 8 (d^2 + e^2 + d e) bytes for layers"
@@ -40,7 +40,7 @@ def add_commands(verbs: Verbs) -> None:
         default=[],
         metavar=("RUN_A", "RUN_B"),
         dest="more",
-        help="compare another pair, too; pairs of the same two architectures are averaged",
+        help="also compare this pair; pairs of the same two architectures are averaged",
     )
     cka.add_argument(
         "--full-sample",
@@ -81,7 +81,9 @@ def add_commands(verbs: Verbs) -> None:
             "--count", type=at_least(8), help="number of random images (default: all)"
         )
         command.add_argument(
-            "--quick", action="store_true", help=f"the same as --count {QUICK_IMAGES}"
+            "--quick",
+            action="store_true",
+            help=f"at most {QUICK_IMAGES} images (invariance: fewer shifts and views)",
         )
         add_device(command)
 

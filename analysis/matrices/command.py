@@ -40,7 +40,7 @@ def add_commands(verbs: Verbs) -> None:
         ),
         description=(
             "Prints the largest difference between both sides of Proposition 3.2 and Corollary 3.4,"
-            " and the largest ratio of both sides of Proposition 3.3. Distances of a run are"
+            " and the largest ratio for Proposition 3.3. Distances of a run are"
             " compared with distances of random matrices of equal spectrum."
         ),
         epilog="analysis structure runs/mine --out runs/mine-structure",
@@ -61,7 +61,7 @@ def add_commands(verbs: Verbs) -> None:
         verbs,
         "filters",
         _filters,
-        help="first-layer filters of MLPs and Mixers as images side by side, and their locality",
+        help="first-layer filters of MLPs and Mixers side by side, and their locality",
         epilog="analysis filters runs/mine",
     )
     filters.add_argument(

@@ -39,7 +39,7 @@ SIDES = (
 SPARSER, SPARSER_OMEGA = 1.5, 1_000
 """Values a and Omega of Figure S.1, center: m = Omega^((1 + a) / 2), p = Omega^-a."""
 EXPONENTS = tuple(n / 4 for n in range(7))
-"""Values of a in Figure S.1, right. They are our choice, because the paper's text has none."""
+"""Values of a in Figure S.1, right: our choice, because the paper's text has none."""
 LAWS = {"dense": "1 + √γ", "printed": "√L₊, q² = pm (printed)", "with_gamma": "√L₊, q² = pγm"}
 
 

@@ -83,7 +83,7 @@ def structure(places: list[Path], *, quick: bool, device: torch.device) -> Resul
         figures[""] = draw(rows)
         left_out = rows[rows.random.isna() | (rows.random == 0)]
         if len(left_out):
-            title = f"skipped, with a prime side or more than {LARGEST_DENSE:,} entries:"
+            title = f"skipped matrices with a prime side or more than {LARGEST_DENSE:,} entries:"
             printed += [title, left_out[["run", "name", "form"]].drop_duplicates()]
     return Result(rows, facts | {"device": device.type}, figures, inputs, printed)
 

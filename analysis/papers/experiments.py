@@ -87,7 +87,9 @@ EXPERIMENTS: dict[Paper, tuple[Experiment, ...]] = {
             ("mixer_table1_imagenet",),
             "table runs/plans/mixer_table1_imagenet",
         ),
-        Experiment("Table S.1", "Parts of each model", reason="the marks are missing in our text"),
+        Experiment(
+            "Table S.1", "Parts of each model", reason="our copy of the paper lacks the marks"
+        ),
         Experiment("Fig. S.1 left", "SW-MLP at Omega = 2^16, by density", ("mixer_figS1_left",)),
         Experiment(
             "Fig. S.1 center, right",
@@ -167,8 +169,8 @@ EXPERIMENTS: dict[Paper, tuple[Experiment, ...]] = {
             "Latency and throughput",
             verb="efficiency",
             printed=(
-                "B-12/Wi-768 21.2 ms, 16,063 images/s; ResNet-152 423 ms, 506; ViT-B/4 424 ms, 222;"
-                " Mixer-B/4 400 ms, 319 (A5000)."
+                "B-12/Wi-768 21.2 ms and 16,063 images/s; ResNet-152 423 and 506; ViT-B/4 424 and"
+                " 222; Mixer-B/4 400 and 319 (A5000)."
             ),
         ),
         Experiment(

@@ -89,7 +89,7 @@ def paper(name: Paper, out: Path, results: pd.DataFrame | None, *, is_demo: bool
     ]
     cells = cells_of(tables, results_below(RUNS) if RUNS.is_dir() else as_frame([]))
     num_drawn = sum(bool(section.images) for section in sections)
-    about = f"{len(sections)} figures and tables, {num_drawn} of them drawn"
+    about = f"{len(sections)} figures and tables, {num_drawn} drawn"
     if is_demo:
         about += "; demo variants on small datasets (not comparable with the paper)"
     loader = FileSystemLoader(Path(__file__).parent)

@@ -71,7 +71,7 @@ def by_parabolas(sample: Sample) -> IsoFlop | str:
     ends = np.log([each.points["compute"][[0, -1]] for each in curves])
     low, high = np.sort(ends[:, 0])[FEWEST_SIZES - 1], np.sort(ends[:, 1])[-FEWEST_SIZES]
     if low >= high:
-        return f"no {FEWEST_SIZES} sizes have been trained with the same compute"
+        return f"no {FEWEST_SIZES} model sizes were trained with the same compute"
     log_K, log_P = np.linspace(low, high, NUM_BUDGETS), np.log(sizes_P)
     errors_KP = np.full((len(log_K), len(sizes_P)), np.nan)
     for column, (each, (first, last)) in enumerate(zip(curves, ends, strict=True)):

@@ -18,7 +18,7 @@ def add_commands(verbs: Verbs) -> None:
     )
     add_points(scaling, help="files of `analysis collect`, or CSV files with compute,error")
     scaling.add_argument(
-        "--target", action="append", default=[], help="only this dataset (can be repeated)"
+        "--target", action="append", default=[], help="only results on this dataset; repeatable"
     )
     scaling.add_argument(
         "--epochs",

@@ -103,13 +103,13 @@ def scaling(
         name, disproportion = each.sample.name, each.sample.disproportion
         lacking = {law: reason for law, reason in each.drawn.items() if isinstance(reason, str)}
         if abs(each.epochs / epochs - 1) > SAME_T:
-            words = f"no results at T = {epochs:g}; `sum` and `allocation` use T"
+            words = f"no results at T = {epochs:g} epochs; `sum` and `allocation` use T"
             printed.append(f"{name}: {words} = {each.epochs:.3g}")
         forms = each.rows[each.rows.aicc.notna()] if len(each.rows) else each.rows
         for law, own in forms.groupby("law") if len(forms) else ():
             best = own.loc[own.aicc.idxmin()]
             if not best.drawn:
-                printed.append(f"{name}: {law}: {best.form} has the lower AICc")
+                printed.append(f"{name}: {law}: {best.form} has lower AICc than the drawn form")
         printed += [f"{name}: {law}: {reason}" for law, reason in lacking.items()]
         if isinstance(each.drawn["sum"], Estimate):
             words = "P* and N* exponents assume that compute is proportional to P N T"
@@ -159,10 +159,7 @@ CHECKLIST: dict[str, Any] = {
     "parameters": "all, including stem and head of the pretrained model",
     "error": "1 - top-1 on the target's test images",
     "points": {
-        "compute": (
-            "the frontier: less error than all points of less compute (noise biases its minimum"
-            " downward)"
-        ),
+        "compute": "the frontier: less error than all points of less compute",
         "size": "largest N, of these the largest T",
         "data": "largest P, of these the largest T",
     },

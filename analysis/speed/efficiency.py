@@ -52,7 +52,7 @@ PUBLISHED = {
 
 NOTE = (
     "paper: Table 4, on an A5000. Printed latency x throughput is many images, so the latency is"
-    " not of one image. A.5 prints 6 x throughput for the MLP without the transfer."
+    " not of one image. Without the transfer, A.5 prints 6 x throughput for the MLP."
 )
 
 
@@ -171,7 +171,7 @@ def machine(device: str) -> str:
         where = torch.cuda.get_device_name()
     else:
         load, count = os.getloadavg()[0], torch.get_num_threads()
-        where = f"{cpu_name()}, {count} thread{'s' if count > 1 else ''}, load {load:.1f} before"
+        where = f"{cpu_name()}, {count} thread{'s' if count > 1 else ''}, initial load {load:.1f}"
     return f"{where}, torch {torch.__version__}, commit {git_commit()}"
 
 

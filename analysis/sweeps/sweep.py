@@ -212,7 +212,9 @@ def sweep(
         printed.append(lines)
     if len(changes):
         words = f"{100 * changes.mean():+.2f} percentage points over {len(changes)} pairs"
-        printed.append(f"RP - normal: {words} of equal seed; RP is lower in {pairs['lower']}")
+        printed.append(
+            f"error, RP - normal: {words} of equal seed; RP is lower in {pairs['lower']}"
+        )
     figure = draw_sweep(places, lines, TITLES.get(x, x))
     facts["lines"] = lines.to_dict("records")
     return Result(places, facts, {"": figure}, printed=printed)

@@ -85,7 +85,7 @@ def check_unchanged(place: str, stamp: str, paths: Sequence[Path]) -> None:
 def changed(place: str) -> SourceError:
     return SourceError(
         "source",
-        f"{place} has changed since it was listed",
+        f"{place} has changed since its files were listed",
         "keep the source unchanged (copy it with cp -p or rsync -a), then build again. For array "
         "tasks, first run data_prep build CONFIG --plan",
         code="changed",

@@ -54,14 +54,12 @@ class Exclusions:
 def load_exclusions(files: tuple[str, ...]) -> Exclusions:
     paths: set[str] = set()
     for file in files:
+        fix = "give a list that data_prep dedup wrote"
         try:
             lines = Path(file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
-                "exclude",
-                f"{file} cannot be read ({error})",
-                "give a list that data_prep dedup wrote",
-                code="unreadable",
+                "exclude", f"{file} cannot be read ({error})", fix, code="unreadable"
             ) from None
         for number, line in enumerate(lines, start=1):
             try:
@@ -72,7 +70,7 @@ def load_exclusions(files: tuple[str, ...]) -> Exclusions:
                 raise UserError(
                     "exclude",
                     f'line {number} of {file} is not of the form {{"path": "..."}}',
-                    "give a list that data_prep dedup wrote",
+                    fix,
                     code="bad-syntax",
                 )
             paths.add(path)

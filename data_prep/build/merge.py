@@ -99,7 +99,7 @@ def _is_reachable(settings: BuildSettings) -> bool:
     if Path(path).is_file() or (Path(path).is_dir() and any(Path(path).iterdir())):
         return True
     print(
-        f"data_prep: {path} cannot be reached, so changes since its listing are not detected",
+        f"data_prep: {path} cannot be reached, so changes of its files are not detected",
         file=sys.stderr,
     )
     return False

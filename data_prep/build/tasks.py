@@ -76,11 +76,11 @@ def build_task(settings: BuildSettings, task: ArrayTask) -> int:
     _refuse_merged(directory)
     claim(directory)
     own = directory / PARTS / f"task-{task.number}"
-    earlier = f"data_prep: waiting for an earlier attempt at task {task.number}/{task.total}"
+    earlier = f"data_prep: waiting until an earlier attempt at task {task.number}/{task.total} ends"
     known_failure, deadline_s = _failure(directory), time.monotonic() + PLAN_DEADLINE_S
     with Pool(settings.num_workers) as pool, ExitStack() as locks:
         locks.enter_context(sole_writer(own, wait=True, notice=earlier))
-        notice = f"data_prep: waiting until another task has assigned the images of {directory}"
+        notice = f"data_prep: waiting until another task has planned the shards of {directory}"
         while True:
             asked_s = time.monotonic()
             with sole_writer(directory, wait=True, notice=notice):

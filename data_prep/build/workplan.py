@@ -252,7 +252,7 @@ def _check_decoder(begun: Workplan) -> None:
             "out",
             f"{begun.directory} was begun with {begun.decoder}, but this environment has "
             f"{decoder_version()}",
-            "install the first versions, or remove the directory and build again",
+            "install the earlier versions, or remove the directory and build again",
             code="changed",
         )
 

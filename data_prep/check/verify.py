@@ -120,10 +120,10 @@ def verify(
 def _manifest_faults(manifest: Manifest) -> Iterator[str]:
     read, written, rejected = manifest.num_read, manifest.num_written, manifest.num_rejected
     if read != written + rejected:
-        yield f"manifest: {read} read is not {written} written + {rejected} rejected"
+        yield f"manifest: {read} inputs read, but {written} written + {rejected} rejected"
     num_in_splits = sum(split.num_samples for split in manifest.splits.values())
     if written != num_in_splits:
-        yield f"manifest: {written} written, but its splits have {num_in_splits} samples"
+        yield f"manifest: {written} samples written, but {num_in_splits} in its splits"
     names = Counter(shard.name for split in manifest.splits.values() for shard in split.shards)
     for name, count in names.items():
         if count > 1:
@@ -155,7 +155,7 @@ def _stray_files(directory: Path, manifest: Manifest) -> Iterator[str]:
     known = manifest.file_hashes()
     for path in sorted(directory.iterdir()):
         if path.name.startswith(TEMPORARY_PREFIX) or path.name == PARTS:
-            yield f"{path.name}: left by an unfinished command; delete it if none is running"
+            yield f"{path.name}: left by an unfinished command; delete it if no command is running"
         elif path.suffix in (".tar", ".npy", ".paths") and path.name not in known:
             yield f"{path.name}: it is not in the manifest"
 

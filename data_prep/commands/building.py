@@ -23,12 +23,10 @@ if TYPE_CHECKING:
 
 GOES_ON = "finished work is kept; the same command resumes"
 REMEDIES = {
-    "empty": "copy or download them again",
+    **dict.fromkeys(("empty", "truncated", "damaged"), "copy or download them again"),
     "not_held": (
         "build from the folder that has these files, or save the dataset again with save_to_disk"
     ),
-    "truncated": "copy or download them again",
-    "damaged": "copy or download them again",
     "no_end_marker": "open and save them: their pixels are complete",
     "not_a_file": "replace the links by files, or remove them",
     "not_an_image": "remove files that are no images, or convert them to JPEG or PNG",
@@ -252,12 +250,12 @@ def _published(publish: Callable[[], Manifest], out: Path, *, as_json: bool) -> 
         example = next(reject for reject in rejects if reject["reason"] == reason)
         remedy = f"; {REMEDIES[reason]}" if reason in REMEDIES else ""
         print(
-            f"most frequent reason ({count:,}): {reason}, such as {example['path']}"
+            f"most frequent reason ({count:,} inputs): {reason}, such as {example['path']}"
             f" ({example['detail']}){remedy}"
         )
     if manifest.num_held_out and "val_fraction" in manifest.source:
         print(
-            f"held out as val: {splits['val']:,} (source.val_fraction="
+            f"held out as val: {splits['val']:,} images (source.val_fraction="
             f"{manifest.source['val_fraction']:g}; set 0 to train on all images)"
         )
     if manifest.num_left_out:

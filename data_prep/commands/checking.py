@@ -35,7 +35,7 @@ def add_verbs(verbs: Verbs) -> None:
     stats.add_argument(
         "--recompute",
         action="store_true",
-        help="compute the channel mean and std from the images, too",
+        help="also compute the channel mean and std from the images",
     )
     words = "draw images as the model sees them, with their labels, on a contact sheet"
     shared = {"help": words, **how("preview")}

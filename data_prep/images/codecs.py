@@ -71,12 +71,12 @@ def decode_coded(data: bytes, header: Header) -> Image.Image:
         raise
     if sorted(pixels_HWC.shape[:2]) != sorted(header.size):
         raise Rejection(
-            "damaged", f"the header says {header.size}, but the pixels are {pixels_HWC.shape}"
+            "damaged", f"{pixels_HWC.shape[1::-1]} pixels, not {header.size} as in the header"
         )
     if pixels_HWC.dtype == np.uint16 and header.bits > 8:
         pixels_HWC = (pixels_HWC >> (header.bits - 8)).astype(np.uint8)
     if pixels_HWC.dtype != np.uint8:
-        problem = f"{header.extension} of {pixels_HWC.dtype}; convert it to 8 bits"
+        problem = f"{header.extension} with {pixels_HWC.dtype} pixels; convert it to 8 bits"
         raise Rejection("unsupported", problem)
     image = Image.fromarray(pixels_HWC)
     image.info.update(header.metadata)

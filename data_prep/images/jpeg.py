@@ -119,7 +119,7 @@ def _image_of(
 ) -> Image.Image:
     if pixels_HWC.shape != (*size[::-1], len(mode)):
         raise Rejection(
-            "damaged", f"the header says {frame[:2]}, but the pixels are {pixels_HWC.shape}"
+            "damaged", f"{pixels_HWC.shape[1::-1]} pixels, not {frame[:2]} as in the header"
         )
     # files contain CMYK as Adobe writes it, inverted
     raw_mode = "CMYK;I" if mode == "CMYK" else mode

@@ -42,7 +42,7 @@ def decode_tiff(data: bytes, image: TiffImageFile) -> Image.Image:
         rgba = np.zeros((size[1], size[0], 4), np.uint8)
         rgb = np.atleast_3d(imagecodecs.tiff_decode(data, out=rgba))
         if rgb.shape[1::-1] != size:
-            raise Rejection("damaged", f"the header says {size}, but the pixels are {rgb.shape}")
+            raise Rejection("damaged", f"{rgb.shape[1::-1]} pixels, not {size} as in the header")
         orientation = tags.get(274, 1)  # libtiff applies their flips, but no transposition
         rgb = rgb[:, ::-1] if orientation in (2, 3, 6, 7) else rgb
         rgb = rgb[::-1] if orientation in (3, 4, 7, 8) else rgb

@@ -221,9 +221,8 @@ def read(plan: IndexPlan, shard: StockShard) -> StockRecord | UserError:
         try:
             contents = read_shard(path, plan, name=shard.title)
         except TarError as error:
-            problem, _, fix = str(error).partition("; ")
-            fix = error.fix or fix or "fetch or write it again"
-            return UserError(shard.place, f"the tar {problem}", fix, code="damaged")
+            fix = error.fix or "fetch or write it again"
+            return UserError(shard.place, f"the tar {error.problem}", fix, code="damaged")
         num_bytes, sha256 = path.stat().st_size, sha256_of(path)
     rows = np.array([row[1:] for row in contents.rows], INDEX_DTYPE).reshape(-1, 3)
     rows_sha256 = write_index(plan.directory / PARTS, shard.name, rows)

@@ -147,8 +147,7 @@ def read_shard(path: Path, plan: IndexPlan, *, name: str) -> Contents:
     reasons = {each.reason for each in found.rejected}
     if not found.rows and plan.settings.max_reject_fraction < 1 and reasons == {"no_label"}:
         first = found.rejected[0]
-        problem, _, fix = f"{first.path}: {first.detail}".partition("; set ")
-        raise UserError("label", problem, f"set {fix or 'another label'}", code="missing-value")
+        raise UserError("label", f"{first.path}: {first.detail}", code="missing-value")
     found.raw_size = _raw_size(found.rows, sizes)
     return found
 
@@ -337,8 +336,8 @@ def _field(data: bytes, path: str) -> int | str:
         raise Rejection("bad_label", "the label is not JSON") from None
     for key in path.split("."):
         if not isinstance(value, dict) or key not in value:
-            has = f"; it has {', '.join(value)}"[:200] if isinstance(value, dict) else ""
-            raise Rejection("no_label", f"its JSON has no {path}{has}")
+            has = f", but {', '.join(value)}"[:200] if isinstance(value, dict) else ""
+            raise Rejection("no_label", f"its JSON has no {path}{has}; set label=json:FIELD")
         value = value[key]
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise Rejection(

@@ -133,7 +133,7 @@ class HuggingFaceSource(Source, of=HuggingFaceSettings):
         if not found:
             problem = f"{self.path} has neither files of save_to_disk nor Parquet files"
             raise SourceError(
-                "source.path", problem, "save it with save_to_disk", code="unknown-format"
+                "source.path", problem, "save the dataset with save_to_disk", code="unknown-format"
             )
         return found
 
@@ -164,7 +164,7 @@ def _class_names(columns: tuple[tuple[Path, str, str], ...]) -> tuple[str, ...]:
         for file, stamp, column in columns
     }
     if len(named) > 1:
-        fix = "build a dataset from each group of files"
+        fix = "build a dataset from the files with equal classes"
         raise SourceError("source.path", "its files have different classes", fix, code="mismatch")
     if names := named.pop():
         return names

@@ -182,7 +182,7 @@ class ImageNet1kSource(SynsetSource, of=ImageNet1kSettings):
         path = self._present(tar, folder)
         if path is None:
             problem = f"{self.root} contains neither {tar} nor {folder}/"
-            fix = "download it, or set source.splits to the existing splits"
+            fix = "download one of them, or set source.splits to the existing splits"
             raise SourceError("source.path", problem, fix, code="missing-path")
         if path.is_file() and self.settings.md5 == "all":
             refuse_gzip(path)  # before reading all of it for its MD5
@@ -205,7 +205,7 @@ def _refuse_difference(
     odd = sorted(set(found) ^ set(wanted))
     if odd:
         counts = f"{place} has {len(found)} synsets, but {other} has {len(wanted)}"
-        problem = f"{counts} (only one of them has {odd[0]})"
+        problem = f"{counts} ({odd[0]} is only in {place if odd[0] in found else other})"
         raise SourceError("source.path", problem, "complete the archive", code="mismatch")
 
 

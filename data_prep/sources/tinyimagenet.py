@@ -135,7 +135,7 @@ class TinyImageNetSource(Source, of=TinyImageNetSettings):
         names = self._lines(_WNIDS)
         odd = any("/" in name or name.startswith(".") for name in names)
         if odd or not names or len(set(names)) < len(names):
-            raise damaged(self.path / _WNIDS, "names no classes, repeats one, or has a path")
+            raise damaged(self.path / _WNIDS, "names no classes, a class twice, or a path")
         return tuple(sorted(names))
 
     def _val_labels(self) -> dict[str, int]:

@@ -37,7 +37,7 @@ def add_verbs(verbs: Verbs) -> None:
     )
     evaluate.add_argument("--json", action="store_true", help="print the result as one JSON object")
     evaluate.add_argument(
-        "config", nargs="?", help="a YAML file, such as configs/evaluate/demo.yaml (optional)"
+        "config", nargs="?", help="a YAML file, such as configs/evaluate/demo.yaml"
     )
     evaluate.epilog = """finetune evaluate pretrained=runs/mine dataset=data/mine num_views=10
 finetune evaluate configs/evaluate/demo.yaml pretrained=runs/mine run_dir=runs/mine-views"""

@@ -26,7 +26,8 @@ LIBRARIES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}
 
 def add_verbs(verbs: Verbs) -> None:
     export = verbs.add_parser(
-        "export", help="convert a checkpoint: folder for timm and the hub, ONNX, torch.export"
+        "export",
+        help="convert a checkpoint to a folder for timm and the hub, ONNX and torch.export",
     )
     source = "a run, one of its checkpoints, an imported folder, or a YAML file"
     export.add_argument("config", metavar="RUN", help=source)

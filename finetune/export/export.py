@@ -77,7 +77,9 @@ def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
         lines.append(f"{file.stat().st_size / 1e6:10,.3f} MB  {file.name}")
         for graph, check in checks.items():
             if FILES[graph] == file.name:
-                lines[-1] += f"  logits differ by at most {check.max_rel:.1e} of the largest logit"
+                lines[-1] += (
+                    f"  logits differ from the model's by up to {check.max_rel:.1e} of the largest"
+                )
     return lines
 
 

@@ -123,7 +123,7 @@ def minimize(
             losses, gradients_GEK = objective(rows, trials_GEK, decays=decays)
             for number, loss, gradient in zip(active, losses, gradients_GEK, strict=True):
                 heads[number].update(loss, gradient)
-            line.advance(note=f"{len(active)} not yet converged")
+            line.advance(note=f"{len(active)} heads not converged")
     return torch.stack([head.point for head in heads]).float(), heads
 
 

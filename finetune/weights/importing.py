@@ -173,7 +173,7 @@ def _classes(
     )
     names = unnamed if given is None or is_number else names_of(given)
     if len(names) != count:
-        problem = f"{given} has {len(names)} classes, but the last layer has {count}"
+        problem = f"{len(names)} classes are given, but the last layer has {count}"
         raise UserError("--classes", problem, f"give {count} classes", code="mismatch")
     if len(set(names)) < count:
         twice = next(name for name in names if names.count(name) > 1)

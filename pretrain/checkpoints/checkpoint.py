@@ -198,7 +198,7 @@ def _no_checkpoint(place: Path) -> CheckpointError:
     code: Code = "empty"
     if repetitions:
         names = ", ".join(repetitions[:3]) + (", ..." if len(repetitions) > 3 else "")
-        problem, fix = "only its repetitions hold checkpoints", f"Choose a repetition: {names}"
+        problem, fix = "only the runs in it hold checkpoints", f"Choose one run: {names}"
     elif not place.exists():
         problem, code = "does not exist", "missing-path"
         fix = near_path(place) or f"{fix}, or a folder of weights"

@@ -326,7 +326,7 @@ def check_branch(source: str, settings: Settings) -> None:
     if changes := other_settings(begun | own, settings):
         raise SettingsError(
             "start_from",
-            f"a branch keeps the settings of {source}, but yours differ ({changes})",
+            f"{source} is continued with its settings, but yours differ ({changes})",
             "use the run's settings, or give the checkpoint's directory to load only its weights",
             code="conflict",
         )

@@ -116,7 +116,7 @@ def check_fraction(num_bad: int, *, num_seen: int, num_samples: int, max_fractio
     if num_bad > max_fraction * max(num_seen, num_samples):
         raise TooManyBadSamples(
             "data.max_bad_fraction",
-            f"{num_bad:,} of {num_seen:,} samples do not decode, more than {max_fraction:g}",
+            f"{num_bad:,} of {num_seen:,} samples do not decode, over {100 * max_fraction:g} %",
             "read RUN/bad_samples/, run data_prep verify, and exclude the samples with data_prep"
             " subset, or raise the fraction",
             code="too-many-faults",

@@ -573,8 +573,8 @@ def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
     if keeping and stored - {data.image_size}:
         raise SettingsError(
             "data.image_size",
-            f"data.extra_datasets has images of {min(stored)} px, so {keeping[0].directory} must be"
-            f" read at {min(stored)} px, not at {data.image_size}",
+            f"other datasets have images of {min(stored)} px, so {keeping[0].directory} must be"
+            f" read at {min(stored)} px, not at {data.image_size} px",
             f"set data.image_size={min(stored)}",
             code="mismatch",
         )

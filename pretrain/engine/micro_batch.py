@@ -99,8 +99,8 @@ def micro_batch_size(
     if world.is_first:
         write_json(path, sizes | {situation: size})
         print(
-            f"{path.parent.name}: local_batch_size=auto: {share // size} x {size:,} samples per"
-            " rank and step",
+            f"{path.parent.name}: local_batch_size=auto chooses {size:,} samples, {share // size}"
+            " times per rank and step",
             flush=True,
         )
     return size

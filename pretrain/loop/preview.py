@@ -26,7 +26,7 @@ def preview(
 ) -> Image.Image:
     if count < 2 or count % 2:
         raise UserError(
-            "count",
+            "--count",
             f"{count} is not valid, because MixUp combines images in pairs",
             "choose an even number",
             code="bad-value",

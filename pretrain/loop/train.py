@@ -388,7 +388,7 @@ def restore(trainer: Trainer, task: Task) -> TrainerState:
     if resume != "changed_code" and source.card.code_sha256 != code_of(task.settings.model):
         fix = "restore the code, or set resume=changed_code"
         raise WeightsError(
-            "model.import", f"the code has changed since {place}", fix, code="changed"
+            "model.import", f"the code has changed since {place} was written", fix, code="changed"
         )
     state, trainer_state = on_all_ranks(lambda: load_state(place), device=device, field=str(place))
     problem = ""

@@ -219,7 +219,7 @@ class Trainer:
         tag = "extended" if self.lengths[-1] > self.lengths[-2] else "shortened"
         self.tracker.params({}, tags={tag: words})
         if self.world.is_first:
-            print(f"{self.run_dir.name}: another length: {words}", flush=True)
+            print(f"{self.run_dir.name}: new length: {words}", flush=True)
 
     def _feed(self) -> Feed:
         """Return the micro-batches from the next step on, augmented and on the device."""

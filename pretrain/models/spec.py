@@ -278,7 +278,7 @@ class SparseMlpSpec(Settings):
         if self.density * width < 1:
             raise SettingsError(
                 "model.density",
-                f"{self.density:g} gives {width} entries less than one connection each",
+                f"{self.density:g} gives each of {width} entries less than one connection",
                 f"give {1 / width:.2g} or more",
                 code="bad-value",
             )

@@ -148,7 +148,7 @@ def _forward_signals(ranks: list[subprocess.Popen[bytes]], *, saves: bool):  # t
             else "stopping; nothing more is saved"
         )
         write_error(
-            f"\nlaunch: {words}; Ctrl-C again ends it at once\n"
+            f"\nlaunch: {words}; Ctrl-C again ends the command at once\n"
         )  # a signal may interrupt print itself
         if saves:
             pass_on(signal.SIGTERM, None)

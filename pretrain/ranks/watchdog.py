@@ -386,7 +386,7 @@ class Watchdog:
         except OSError as error:
             print(
                 f"WARNING: rank {self._me.rank}: cannot reach the first rank at {address}:{port}"
-                f" ({error}). If a rank dies, the others notice it only after timeout_s",
+                f" ({error}). If a rank dies, the others notice it only after engine.timeout_s",
                 file=sys.stderr,
             )
             return

@@ -19,7 +19,7 @@ def add_verb(verbs: Any) -> None:
     verb.add_argument("--name", help=f"{name} appends -tuned or -probed)")
     labels = "CSV or Parquet file with columns file and label, for images without class folders"
     verb.add_argument("--labels", metavar="FILE", help=labels)
-    size = "pixels of stored images (default: 64, or 32 for small images)"
+    size = "pixels of stored images (default: 64; 32 for small images; the weights' with --from)"
     verb.add_argument("--image-size", type=at_least(8), metavar="PX", help=size)
     weights = (
         "fine-tune these weights: a run, hf-hub:USER/NAME, timm:NAME, or finetune import's folder"

@@ -261,7 +261,7 @@ def open_database(path: Path) -> None:
         raise _unusable(path, str(error)) from None
     if revisions != [schema_revision()]:
         command = f"mlflow db upgrade {SQLITE}{path}"
-        raise _unusable(path, f"another MLflow version made it, so run {command}, or replace it")
+        raise _unusable(path, f"another MLflow version made it. To keep it, run {command}")
 
 
 def _unusable(path: Path, fault: str) -> UserError:
@@ -269,8 +269,8 @@ def _unusable(path: Path, fault: str) -> UserError:
     return UserError(
         str(path),
         f"MLflow cannot use this database ({fault})",
-        f"run mkdir {old} && mv {path}* {old}; then `pretrain sync RUN` for every run of"
-        f" {path.parent} fills a new database from the event logs",
+        f"to replace it, run mkdir {old} && mv {path}* {old}; then `pretrain sync RUN` for every"
+        f" run of {path.parent} fills a new database from the event logs",
         code="damaged",
     )
 

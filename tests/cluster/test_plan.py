@@ -217,6 +217,8 @@ def test_a_member_that_its_dataset_refuses_is_named(checkout: Path, shapes: Path
         load_checked(written(text))
     assert error.value.field == "small.yaml: pretrain: member 0: data.eval_split"
     assert len(error.value.others) == 7
+    with pytest.raises(UserError, match="24 mistakes"):
+        load_checked(written(text.replace("[7, 8]", "[1, 2, 3, 4, 5, 6]")))
 
 
 def test_a_place_with_another_run_in_it_is_no_finished_member(checkout: Path) -> None:

@@ -134,7 +134,8 @@ def test_files_copied_by_hand_are_checked(server: Server, capsys: Capture) -> No
         (by_hand / name).write_bytes(data)
         dataset = "tinyimagenet" if name == "cut.zip" else "cifar10"
         assert fetch(dataset, "--from", by_hand / name) == 2
-        assert printed_errors(capsys.readouterr().err) == [(str(by_hand / name), "damaged")]
+        said = capsys.readouterr().err
+        assert printed_errors(said) == [(str(by_hand / name), "damaged")] and "Repeat" not in said
     assert files_in() == {}
     (by_hand / "mine.zip").write_bytes(zipped)
     assert fetch("tinyimagenet", "--from", by_hand / "mine.zip") == 0

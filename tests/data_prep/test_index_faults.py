@@ -130,13 +130,13 @@ def test_json_that_holds_no_label_is_a_line(tmp_path: Path) -> None:
 
 FOREIGN = [
     (
-        {"json": b'{"width": 3, "class": "ant"}'},
-        "found .json with keys width, class. Set label=json:class",
+        {"json": b'{"n; set n": 3, "class": "ant"}'},
+        "found .json with keys n; set n, class; set label=json:class",
     ),
-    ({"json": b'{"n": 3, "name": "ant"}'}, "found .json with keys n, name. Set label=json:n"),
-    ({"json": b'{"n": 3}', "txt": b"ant\n"}, "found .txt (ant). Set label=txt"),
-    ({"json": b"[", "txt": b"ant"}, "found .txt (ant). Set label=txt"),
-    ({}, "found .jpg. Set label=none to read images without labels"),
+    ({"json": b'{"n": 3, "name": "ant"}'}, "found .json with keys n, name; set label=json:n"),
+    ({"json": b'{"n": 3}', "txt": b"ant\n"}, "found .txt (ant); set label=txt"),
+    ({"json": b"[", "txt": b"ant"}, "found .txt (ant); set label=txt"),
+    ({}, "found .jpg; set label=none to read images without labels"),
 ]
 
 
@@ -191,7 +191,7 @@ def test_a_hint_at_what_most_rejects_need_helps(
         assert rejects(tmp_path / reason / "out")["s.tar/a"] == reason
         said = capsys.readouterr().out
         assert (
-            f"most frequent reason ({len(rejects(tmp_path / reason / 'out'))}): {reason}, such as s.tar/a ("
+            f"most frequent reason ({len(rejects(tmp_path / reason / 'out'))} inputs): {reason}, such as s.tar/a ("
             in said
         )
         assert ("image_member" in said) == (words is not None)

@@ -38,7 +38,7 @@ def folder(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answered(program: str, kept: str) -> str:
-    return f"\n{program}: stopping; {kept}; Ctrl-C again ends it at once\n"
+    return f"\n{program}: stopping; {kept}; Ctrl-C again ends the command at once\n"
 
 
 VERBS = {

@@ -81,11 +81,11 @@ def test_with_a_constant_rate_it_ends_at_the_bits_of_a_run_begun_longer(
     said = finish(
         start(config, run_dir, *CONSTANT, "train.duration=40 steps", ranks=1, strikes={0: strike})
     )
-    assert "run: another length: 11 -> 40 steps, at step 11\n" in said and "jumps" not in said
+    assert "run: new length: 11 -> 40 steps, at step 11\n" in said and "jumps" not in said
     assert finished_result(run_dir) is None
     words = (*CONSTANT, "tracking={enabled: true}", "train.duration=2 epochs")
     said = finish(start(config, run_dir, *words, ranks=1, journal_only=True))
-    assert "another length: 11 -> 40 -> 30 steps, at step 1" in said
+    assert "new length: 11 -> 40 -> 30 steps, at step 1" in said
     tags = [
         event["tags"]
         for event in events_of(run_dir)
@@ -129,7 +129,7 @@ def test_a_cosine_follows_the_new_length_and_a_shorter_one_is_refused(
         )
     )
     note = "6 -> 8 steps, at step 6; the learning rate jumps from 0 to 0.000146"
-    assert f"run: another length: {note}\n" in said
+    assert f"run: new length: {note}\n" in said
     events = events_of(run_dir)
     rates = {
         event["step"]: event["values"]["train/lr"]
@@ -250,7 +250,7 @@ def test_a_kept_checkpoint_is_the_end_of_a_shorter_run_and_a_branch_goes_on_from
     place = run / "checkpoints" / "step-00000018"
     assert (
         f"begins with the weights of {place}, with the optimizer" in said
-        and "another length" not in said
+        and "new length" not in said
     )
     mine, theirs = final_state(branch), final_state(whole)
     assert (

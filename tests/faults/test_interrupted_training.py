@@ -232,7 +232,7 @@ def test_a_stop_of_any_rank_makes_a_checkpoint_and_a_clean_exit_with_staged_data
         assert "stopped with a checkpoint" in output and "WARNING" not in output
         answer = (
             "\npretrain: stopping; the checkpoint of the next step is saved first; Ctrl-C again"
-            " ends it at once\n"
+            " ends the command at once\n"
         )
         assert output.count(answer) == (number == signal.SIGINT)
         assert not (run_dir / "result.json").exists()

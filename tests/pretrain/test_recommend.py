@@ -120,7 +120,7 @@ def test_pictures_become_a_dataset_and_a_config_that_stays_as_it_is_edited(
     assert (
         "read 61 = written 60 + rejected 1" in said
         and ".txt files 1" in said
-        and "held out as val: 6 " in said
+        and "held out as val: 6 images " in said
     )
     assert said.splitlines()[-1] == "next: pretrain train runs/my-photos.yaml"
     config = Path("runs/my-photos.yaml")

@@ -187,7 +187,7 @@ def test_a_tenth_is_held_out_by_default_and_the_build_says_so(
         and val[2] == 0
         and np.add(splits["train"].class_counts, val).tolist() == [20, 2, 1]
     )
-    assert f"held out as val: {sum(val)} (source.val_fraction=0.1; set 0 to" in said
+    assert f"held out as val: {sum(val)} images (source.val_fraction=0.1; set 0 to" in said
     write_classes(tmp_path / "split", {"train/ant": 2, "val/ant": 2})
     words[3] = f"source.path={tmp_path / 'split'}"
     assert main([*words, str(tmp_path / "own")]) == 0

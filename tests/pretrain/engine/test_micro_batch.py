@@ -74,7 +74,7 @@ def test_the_batch_is_halved_until_it_fits_and_kept_with_the_run(
     for _ in range(2):  # the second time without trials
         assert micro_batch_size(model(), settings=settings, **ALONE) == tried[-1]
         assert memory.tried == tried
-    assert capsys.readouterr().out.count(f" x {tried[-1]} samples per rank and step") == 1
+    assert capsys.readouterr().out.count(f" chooses {tried[-1]} samples, ") == 1
     other = settings.model_copy(update={"engine": EngineSettings(precision="fp32", zero_stage=2)})
     micro_batch_size(model(), settings=other, **ALONE)
     assert memory.tried == tried * 2

@@ -315,7 +315,7 @@ def test_ctrl_c_is_answered_at_once_and_the_second_ends_it() -> None:
     assert process.stderr is not None
     assert [process.stderr.readline() for _ in range(2)] == [
         "\n",
-        "launch: stopping at the next step, with a checkpoint; Ctrl-C again ends it at once\n",
+        "launch: stopping at the next step, with a checkpoint; Ctrl-C again ends the command at once\n",
     ]
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=120)
