@@ -143,7 +143,8 @@ class _File:
             except UserError as error:
                 failure = error
         if isinstance(failure, RemoteError):
-            failure = self._error(failure.field, failure.problem, code="unreachable")
+            problem = failure.problem + ("" if mirror else "; this address is untested")
+            failure = self._error(failure.field, problem, code="unreachable")
         raise failure
 
     def _attempt(self, url: str) -> str:
