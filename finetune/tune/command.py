@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from data_prep.exit_codes import OK
-from data_prep.explain import Verbs
+from data_prep.explain import Verbs, show
 from finetune.split import check_apart
 from finetune.tune.config import (
     TuneSettings,
@@ -16,7 +16,7 @@ from finetune.tune.config import (
     repeats_of,
     unfinished_of,
 )
-from finetune.verbs import add_common, check_config, launch_ranks, show, warn_once
+from finetune.verbs import add_common, check_config, launch_ranks, warn_once
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
 from pretrain.checkpoints.remote import fetch_run
