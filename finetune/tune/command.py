@@ -9,7 +9,6 @@ from data_prep.explain import Verbs, show
 from finetune.split import check_apart
 from finetune.tune.config import (
     TuneSettings,
-    check_kind,
     check_resume_of,
     in_words,
     is_finished,
@@ -62,7 +61,6 @@ def _tune(options: argparse.Namespace) -> int:
     is_pretrained = settings.init == "pretrained"
     check_settings(run_dir, settings)
     fetch_run(settings, world)
-    check_kind(settings)
     repeats = repeats_of(settings)
     for each in repeats if repeats != [settings] else []:
         fetch_run(each, world)
