@@ -193,16 +193,14 @@ clean-demos:
 # make CUDA=cu126 (any value of `uv pip install --torch-backend`) installs that build of torch, once; see install.sh.
 ifeq ($(origin CUDA),command line)
 ifneq ($(CUDA),$(shell cat .venv/cuda 2>/dev/null))
-.PHONY: .venv/.installed
+.PHONY: .venv/.installed .venv/.dev
 endif
 else
 unexport CUDA
 endif
 
-.venv/.installed: requirements.lock pyproject.toml install.sh
-	sh install.sh
+# `sh install.sh dev` installs all packages of `sh install.sh`, and those of the tests.
+.venv/.dev: requirements-dev.lock
+.venv/.installed .venv/.dev: requirements.lock pyproject.toml install.sh
+	sh install.sh $(filter dev,$(subst ., ,$@))
 	$(BIN)/python -m tests.reference_pages
-
-# Adds the packages of the tests.
-.venv/.dev: requirements-dev.lock | .venv/.installed
-	sh install.sh dev

@@ -186,7 +186,7 @@ choose_torch() {
 install_torch() {
     check_driver
     choose_torch
-    rm -f $VENV/.installed
+    rm -f $VENV/.installed $VENV/.dev
     if [ "$BUILD" != "$(cat $VENV/cuda 2>/dev/null || echo lock)" ]; then # each build has its own packages of gigabytes
         $VENV/bin/uv pip freeze --python $VENV | grep -E "^($FAMILY)==" | cut -d= -f1 |
             xargs -r $VENV/bin/uv pip uninstall --quiet --python $VENV

@@ -1,8 +1,8 @@
 """The results table, for figures, tables and fits: one row for each accuracy of a finished run.
 
-A pretraining has a row for its end and, with `checkpoint.milestones`, for each kept checkpoint. A
-probe, k-NN, tuning or evaluation has a row that also describes its weights. Unknown values are
-null. No torch is imported.
+A pretraining has a row for its end and for each of its `checkpoint.milestones`. A probe, k-NN,
+tuning or evaluation has a row that also describes its weights. Unknown values are null. No torch is
+imported.
 """
 
 import json

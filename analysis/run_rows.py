@@ -19,7 +19,7 @@ from data_prep.manifest import DatasetError
 from data_prep.settings import flatten, validate
 from finetune.runs import Run, card_of, run_of
 from pretrain.checkpoints.card import ModelCard
-from pretrain.checkpoints.run import MAY_CHANGE, list_checkpoints, step_of
+from pretrain.checkpoints.run import MAY_CHANGE
 from pretrain.config import DataSettings
 from pretrain.data.datasets import load_training_data
 from pretrain.models.cost import cost_of, num_block_parameters, width_and_connections
@@ -180,17 +180,16 @@ def is_augmented(run: Run) -> bool:
 
 
 def _rows_of_training(run: Run, row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for the end and, given milestones, for each kept checkpoint with an evaluation
-    in the event log."""
+    """Return a row for the end, and for each milestone with an evaluation in the event log."""
     row["weights"] = str(run.directory)
     last, rows = int(run.result.get("step", 0)), []
     _, losses, accuracies = (dict(zip(*curve, strict=True)) for curve in run.curves(*CURVES))
-    if (run.settings.get("checkpoint") or {}).get("milestones"):
-        for step in map(step_of, list_checkpoints(run.directory)):
-            if step in accuracies and step < last:
-                scores = {"error": 1 - accuracies[step], "loss": losses.get(step)}
-                about = {**_about_training(run, step), "images_per_s": None, "error_real": None}
-                rows.append({**row, **about, **scores})
+    milestones = (run.settings.get("checkpoint") or {}).get("milestones") or ()
+    for step in sorted({run.step_at(length) for length in milestones}):
+        if step in accuracies and step < last:
+            scores = {"error": 1 - accuracies[step], "loss": losses.get(step)}
+            about = {**_about_training(run, step), "images_per_s": None, "error_real": None}
+            rows.append({**row, **about, **scores})
     return [*rows, {**row, **_about_training(run, last), **_curves(run)}]
 
 

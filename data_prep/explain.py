@@ -34,6 +34,7 @@ from data_prep.errors import Code, SettingsError
 from data_prep.settings import (
     ALIASES,
     Settings,
+    dump,
     example_of,
     in_yaml,
     models_of,
@@ -461,6 +462,14 @@ def _show(verbs: dict[str, Parser], options: argparse.Namespace) -> int:
     chosen = verbs[options.verb].parse_args(options.words)
     chosen.show = True
     return int(chosen.run(chosen))
+
+
+def show(settings: Settings) -> int:
+    """Print the settings of a command, without possible secrets."""
+    if storage := getattr(settings, "storage", None):
+        settings = settings.model_copy(update={"storage": dict.fromkeys(storage, "...")})
+    print(dump(settings), end="")
+    return 0
 
 
 def _explain(verbs: dict[str, Parser], options: argparse.Namespace) -> int:

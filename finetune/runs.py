@@ -22,7 +22,7 @@ from data_prep.manifest import DatasetError, Manifest, load_manifest
 from data_prep.settings import flatten, read_yaml
 from pretrain.checkpoints.card import CheckpointError, ModelCard, read_card
 from pretrain.checkpoints.run import CONFIG_FILE, finished_result, list_checkpoints
-from pretrain.config import Length
+from pretrain.config import parse_length
 from pretrain.data.datasets import Part
 from pretrain.record import RECORD, RunRecord, read_record
 from pretrain.tracking.tracker import readable_events
@@ -161,19 +161,24 @@ class Run:
             return Part(self.dataset, manifest, split, fold=self.data.get("fold")).num_samples
         return None
 
+    @property
+    def epoch_size(self) -> int:
+        """Number of samples in an epoch of the training; 0 if the event log does not have it."""
+        samples, epochs = (values for _, values in self.curves("train/samples", "train/epoch"))
+        return round(samples[-1] / epochs[-1]) if samples and epochs[-1] else 0
+
+    def step_at(self, length: str) -> int:
+        """Return the step at which the training reaches a length, for example `2 epochs`."""
+        batch = self.settings["train"]["global_batch_size"]
+        return parse_length(length).steps(global_batch_size=batch, num_samples=self.epoch_size)
+
     def length_at(self, step: int) -> str:
         """Return the length of the training up to a step, for example `2 epochs` or `13 steps`."""
         if step == self.result.get("step"):
             return self.params.get("train.duration", "")
-        samples, epochs = (values for _, values in self.curves("train/samples", "train/epoch"))
-        if samples and epochs[-1]:
-            size, batch = (
-                round(samples[-1] / epochs[-1]),
-                self.settings["train"]["global_batch_size"],
-            )
-            count = step * batch // size
-            length = Length(count or 1, "epochs")
-            if count and length.steps(global_batch_size=batch, num_samples=size) == step:
+        if size := self.epoch_size:
+            count = step * self.settings["train"]["global_batch_size"] // size
+            if count and self.step_at(f"{count} epochs") == step:
                 return f"{count} epoch{'s' * (count > 1)}"
         return f"{step} step{'s' * (step > 1)}"
 

@@ -8,10 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data_prep.errors import SettingsError
-from data_prep.exit_codes import OK
 from data_prep.explain import at_least
 from data_prep.interrupts import keep
-from data_prep.settings import Settings, dump
 from pretrain.checkpoints.checkpoint import check_source
 from pretrain.checkpoints.hub import is_on_hub
 from pretrain.checkpoints.run import finished_result
@@ -44,11 +42,6 @@ def check_config(config: str, *, command: str) -> None:
     if Path(config).is_dir() or is_on_hub(config):
         fix = f"write {command} pretrained={config}"
         raise SettingsError("config", f"{config} is not a config file", fix, code="wrong-command")
-
-
-def show(settings: Settings) -> int:
-    print(dump(settings), end="")
-    return OK
 
 
 def launch_ranks(

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from data_prep.errors import SettingsError, UserError
 from data_prep.exit_codes import OK, run_command
-from data_prep.explain import Parser, Verbs, at_least, program
+from data_prep.explain import Parser, Verbs, at_least, program, show
 from data_prep.interrupts import INTERRUPTED
 from data_prep.progress import doing
-from data_prep.settings import differences, dump, load_settings, near_path
+from data_prep.settings import differences, load_settings, near_path
 from pretrain import recommend
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.remote import fetch_run
@@ -216,8 +216,7 @@ def _train(options: argparse.Namespace) -> int:
         StopFlag().install()  # before the slow imports, to catch a signal during them
     settings = load_run_settings(PretrainSettings, path=options.config, overrides=options.overrides)
     if options.show:
-        print(dump(settings), end="")
-        return OK
+        return show(settings)
     run_dir, world = Path(settings.run_dir), world_of(options)
     allow_import(getattr(settings.model, "path", None))
     code_of(settings.model)  # fails early if the package does not exist

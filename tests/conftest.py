@@ -138,7 +138,7 @@ def no_rank_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in names}
     handlers = {
         number: signal.getsignal(number)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
     }
     yield
     if training := sys.modules.get(f"{__package__}.training"):  # imports torch

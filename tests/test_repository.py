@@ -320,6 +320,12 @@ def test_the_nightly_workflow_tests_both_ends_of_the_bounds() -> None:
     assert resolutions == ["lowest-direct", "highest"]
 
 
+def test_a_new_clone_is_installed_once() -> None:
+    command = ["make", "--dry-run", "--assume-new=install.sh", ".venv/.dev"]
+    printed = subprocess.check_output(command, cwd=REPOSITORY, text=True)
+    assert re.findall("sh install.sh.*", printed) == ["sh install.sh dev"]
+
+
 @pytest.mark.slow
 def test_long_files_long_functions_and_full_folders_have_a_reason() -> None:
     """Files over 16,000 non-whitespace characters and functions over 3,600 have a docstring

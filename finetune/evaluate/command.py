@@ -12,13 +12,13 @@ from rich.table import Table
 
 from data_prep.errors import SettingsError
 from data_prep.exit_codes import OK
-from data_prep.explain import Verbs
+from data_prep.explain import Verbs, show
 from data_prep.manifest import baselines
 from data_prep.progress import doing
 from data_prep.settings import load_settings
 from finetune.evaluate.config import EvaluateSettings, Evaluation
 from finetune.split import class_numbers
-from finetune.verbs import add_common, end_on_signals, launch_ranks, show, split_config, warn_once
+from finetune.verbs import add_common, end_on_signals, launch_ranks, split_config, warn_once
 from pretrain.cli import leave, world_of
 from pretrain.config import AugmentSettings
 from pretrain.models.imported import allow_import

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from data_prep.errors import SettingsError, UserError
 from data_prep.exit_codes import OK
-from data_prep.explain import Verbs
+from data_prep.explain import Verbs, show
 from data_prep.progress import doing
 from data_prep.publish import make_directory
 from data_prep.settings import load_settings
 from finetune.export.config import ONNX, PT2, ExportSettings
 from finetune.export.push import check_access, push
-from finetune.verbs import end_on_signals, show, split_config
+from finetune.verbs import end_on_signals, split_config
 from pretrain.checkpoints.card import MODEL
 from pretrain.checkpoints.checkpoint import HASHES, Checkpoint, fault_of
 from pretrain.checkpoints.hub import HUB

@@ -8,7 +8,7 @@ from typing import Any
 
 from data_prep.errors import SettingsError
 from data_prep.exit_codes import OK
-from data_prep.explain import Verbs
+from data_prep.explain import Verbs, show
 from data_prep.manifest import DatasetError, Manifest, baselines, load_manifest
 from data_prep.progress import doing
 from data_prep.settings import load_settings
@@ -21,7 +21,6 @@ from finetune.verbs import (
     end_on_signals,
     finished_before,
     launch_ranks,
-    show,
     warn_once,
 )
 from pretrain.checkpoints.checkpoint import Checkpoint

@@ -5,18 +5,17 @@ import os
 from pathlib import Path
 
 from data_prep.exit_codes import OK
-from data_prep.explain import Verbs
+from data_prep.explain import Verbs, show
 from finetune.split import check_apart
 from finetune.tune.config import (
     TuneSettings,
-    check_kind,
     check_resume_of,
     in_words,
     is_finished,
     repeats_of,
     unfinished_of,
 )
-from finetune.verbs import add_common, check_config, launch_ranks, show, warn_once
+from finetune.verbs import add_common, check_config, launch_ranks, warn_once
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
 from pretrain.checkpoints.remote import fetch_run
@@ -62,7 +61,6 @@ def _tune(options: argparse.Namespace) -> int:
     is_pretrained = settings.init == "pretrained"
     check_settings(run_dir, settings)
     fetch_run(settings, world)
-    check_kind(settings)
     repeats = repeats_of(settings)
     for each in repeats if repeats != [settings] else []:
         fetch_run(each, world)

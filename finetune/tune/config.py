@@ -13,19 +13,12 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from data_prep.errors import SettingsError, UserError
+from data_prep.errors import UserError
 from data_prep.manifest import load_manifest
 from data_prep.remote import join
-from data_prep.settings import read_yaml
 from finetune.config import AllowedImport, ChannelStats
 from pretrain.checkpoints.card import ModelCard
-from pretrain.checkpoints.run import (
-    CONFIG_FILE,
-    check_resume,
-    finished_result,
-    is_worthless,
-    list_checkpoints,
-)
+from pretrain.checkpoints.run import check_resume, finished_result, list_checkpoints
 from pretrain.config import (
     EngineSettings,
     OptimizerSettings,
@@ -147,17 +140,6 @@ def _repeat(settings: TuneSettings, *, seed: int | None, fold: int | None) -> Tu
     if fold is not None:
         changes["data"] = settings.data.model_copy(update={"fold": fold})
     return settings.model_copy(update=changes)
-
-
-def check_kind(settings: TuneSettings) -> None:
-    """Fail if the directory has a run without seeds, but `settings` has seeds, or vice versa."""
-    path = Path(settings.run_dir) / CONFIG_FILE
-    is_begun = path.exists() and not is_worthless(path.parent)
-    begun = read_yaml(path).get("seeds") if is_begun else settings.seeds
-    if (begun is None) != (settings.seeds is None):
-        holds = "one run without seeds" if begun is None else f"runs for the seeds {list(begun)}"
-        problem, fix = f"{settings.run_dir} has {holds}", "choose another run_dir"
-        raise SettingsError("seeds", problem, fix, code="changed")
 
 
 def check_resume_of(settings: TuneSettings, repeats: list[TuneSettings]) -> None:

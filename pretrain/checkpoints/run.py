@@ -334,6 +334,8 @@ def check_branch(source: str, settings: Settings) -> None:
 
 def may_change(key: str, old: Any, new: Any) -> bool:
     """Return True if a resume may change this setting from `old` to `new`."""
+    if key == "seeds" and None in (old, new):  # one run, and a group of runs
+        return False
     if key in PLACES and _is_moved(old, new):
         return True
     return any(key == free or key.startswith(free + ".") for free in MAY_CHANGE)

@@ -237,16 +237,17 @@ class CheckpointWriter:
             self.uploader.wait(max(0.0, end_s - time.monotonic()))
 
     def finish(self) -> None:
-        """Wait until the last snapshot is on disk. Retry failed writes for FINAL_S, then raise
-        CheckpointError. If `publish` has succeeded, only `settle` is retried, and its failure is
-        not an error."""
-        give_up_at_s = time.monotonic() + FINAL_S
+        """Wait until the last snapshot is on disk. Retry a failed write at least once and for
+        FINAL_S, then raise CheckpointError. If `publish` has succeeded, only `settle` is retried,
+        and its failure is not an error."""
         self.make_room(timeout_s=None)
+        give_up_at_s, is_last = time.monotonic() + FINAL_S, False
         while self._fault is not None and self._snapshot is not None:
-            if time.monotonic() > give_up_at_s:
+            if is_last:
                 if self._is_published:
                     return
                 raise self._last_failed(self._snapshot.trainer.step, self._fault)
+            is_last = time.monotonic() >= give_up_at_s
             self.submit(self._snapshot)
             self.make_room(timeout_s=None)
             retry_at_s = min(time.monotonic() + RETRY_S, give_up_at_s)

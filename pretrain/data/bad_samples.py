@@ -84,8 +84,8 @@ class BadSamples(BadSampleLog):
                 return candidate
         raise DatasetError(
             bad.shard,
-            f"{bad.key} does not decode ({bad.reason}), and neither do {MAX_ATTEMPTS} other samples"
-            " of the shard",
+            f"{bad.key} does not decode ({bad.reason}), and {MAX_ATTEMPTS} attempts found no sample"
+            " to replace it",
             "build the dataset again",
             code="damaged",
         )
@@ -113,10 +113,11 @@ def masked(bad: Sequence[Unreadable], ids: Ids, images_BHWC: Tensor) -> Ids:
 def check_fraction(num_bad: int, *, num_seen: int, num_samples: int, max_fraction: float) -> None:
     """Raise an error if more than `max_fraction` of the samples of this attempt (or of an epoch, if
     that is more) are bad."""
-    if num_bad > max_fraction * max(num_seen, num_samples):
+    count = max(num_seen, num_samples)
+    if num_bad > max_fraction * count:
         raise TooManyBadSamples(
             "data.max_bad_fraction",
-            f"{num_bad:,} of {num_seen:,} samples do not decode, over {100 * max_fraction:g} %",
+            f"{num_bad:,} of {count:,} samples do not decode, over {100 * max_fraction:g} %",
             "read RUN/bad_samples/, run data_prep verify, and exclude the samples with data_prep"
             " subset, or raise the fraction",
             code="too-many-faults",

@@ -110,17 +110,21 @@ def write_run(
 
 
 def finish_all(plan: Plan, shapes: Path) -> tuple[int, int]:
-    """Finish all runs. Return the steps of 2 and of 6 epochs."""
+    """Finish all runs. Return the steps of 2 and of 6 epochs. The runs also keep the best
+    checkpoint, of 4 epochs."""
     num_images = load_manifest(shapes).splits["train"].num_samples
-    early, late = (-(-epochs * num_images // 50) for epochs in (2, 6))
+    early, best, late = (-(-epochs * num_images // 50) for epochs in (2, 4, 6))
     pretrain, probe, tune = plan.stages
     seen = {
         early: {"eval/top1": 0.2, "eval/loss": 2.5, "train/loss": 3.0},
+        best: {"eval/top1": 0.5, "eval/loss": 1.5},
         late: {"eval/top1": 0.25, "eval/loss": 2.0, "train/loss": 1.0},
     }
+    for step, values in seen.items():
+        values |= {"train/samples": 50.0 * step, "train/epoch": 50 * step / num_images}
     for number, work in enumerate(pretrain.works):
         result = {"step": late, "eval/top1": 0.25 + number / 8, "eval/loss": 2.0}
-        write_run(work, result, seed=3 + number, steps=(early, late), metrics=seen)
+        write_run(work, result, seed=3 + number, steps=(early, best, late), metrics=seen)
     for work, step in zip(probe.works, (early, late) * 2, strict=True):
         write_run(work, {"test_top1": 0.5, "weights_step": step}, seed=0, taken_at=step)
     for work in tune.works:
@@ -144,7 +148,7 @@ def test_results_of_a_plan(plan: Plan, shapes: Path, other_shapes: Path) -> None
     assert probed.step.tolist() == [early, late] * 2
     assert probed.weights.tolist() == ["runs/seed-3"] * 2 + ["runs/seed-4"] * 2
     assert (probed.own_seed == 0).all()
-    lengths = [f"for {early} steps without DA", "for 6 epochs without DA"] * 2
+    lengths = ["for 2 epochs without DA", "for 6 epochs without DA"] * 2
     for start, length in zip(probed.start, lengths, strict=True):
         assert start.endswith(length.removesuffix(" without DA" * bool(trained.augmented.iloc[0])))
     assert tuned.run.tolist()[:2] == ["runs/tune-seed-3/seed-7", "runs/tune-seed-3/seed-8"]
@@ -173,9 +177,9 @@ def test_results_of_a_plan(plan: Plan, shapes: Path, other_shapes: Path) -> None
     assert {name: first[name] for name in expected} == expected
     assert json.loads(first.labels)["seed"] == "3"
     assert json.loads(probed.labels.iloc[2])["seed"] == "4"  # the seed of its weights
-    assert (second.train_losses, second.test_losses) == ([3.0, 1.0], [2.5, 2.0])
-    assert second.test_errors == [0.8, 0.75] and not isinstance(first.train_losses, list)
-    assert second.test_epochs == [50 * early / num_images, 50 * late / num_images]
+    assert (second.train_losses, second.test_losses) == ([3.0, 1.0], [2.5, 1.5, 2.0])
+    assert second.test_errors == [0.8, 0.5, 0.75] and not isinstance(first.train_losses, list)
+    assert second.test_epochs[::2] == [50 * early / num_images, 50 * late / num_images]
     target = load_manifest(other_shapes)
     assert set(frame.target_hash[4:]) == {target.content_hash}
     assert set(tuned.num_test) == {target.splits["val"].num_samples}

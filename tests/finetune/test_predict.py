@@ -2,11 +2,9 @@
 each, and a complete file or none."""
 
 import csv
-import os
 import re
 import shutil
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.data.torch_dataset import Shards
 from pretrain.models.build import pooled_features
 from tests.conftest import Capture, Patch
-from tests.data_prep.samples import encoded, picture, tar_of, wait_until, write_files
+from tests.data_prep.samples import encoded, picture, tar_of, write_files
 from tests.finetune.tiny import export_of, judge, model_of, normalized, predictions, write_folder
 from tests.ranks import REPOSITORY
 
@@ -280,37 +278,16 @@ def test_rows_stand_in_the_order_given_with_reasons_and_features(
 
 
 def test_an_error_on_the_way_and_ctrl_c_leave_what_was_there(
-    folder: Path, shapes: Path, tmp_path: Path
+    folder: Path, shapes: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     out, spoilt = tmp_path / "out.csv", Path(shutil.copytree(shapes, tmp_path / "spoilt"))
     out.write_text("of before")
     shard = load_manifest(shapes).splits["val"].shards[-1]
     (spoilt / shard.index_file).write_bytes(b"damaged")
     assert main(["predict", str(folder), str(shapes), str(spoilt), "--out", str(out)]) == 1
-    large = tmp_path / "large.png"
-    large.write_bytes(encoded(picture(seed=1, width=2000, height=2000), "PNG"))
-    many = tmp_path / "many"
-    many.mkdir()
-    for number in range(300):
-        (many / f"{number}.png").symlink_to(large)
-    began = threading.Thread(
-        target=lambda: (
-            wait_until(lambda: any(tmp_path.glob(".tmp-*out.csv"))),
-            os.kill(os.getpid(), signal.SIGINT),
-        )
-    )
-    before = {
-        number: signal.getsignal(number)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-    }
-    began.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            main(["predict", str(folder), str(many), "--out", str(out)])
-    finally:
-        began.join()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    monkeypatch.setattr(room.Predictor, "answer", lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        main(["predict", str(folder), f"{shapes}-images", "--out", str(out)])
     assert out.read_text() == "of before" and not list(tmp_path.glob(".tmp-*"))
 
 

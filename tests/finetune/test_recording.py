@@ -37,35 +37,28 @@ def test_the_status_is_how_it_ended(
     weights = Checkpoint.open(
         write_folder(tmp_path / "a:folder", dataset=None, run_key="the maker's")
     )
-    run_dir, before = (
-        tmp_path / "run",
-        {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)},
-    )
+    run_dir = tmp_path / "run"
     settings = ProbeSettings(
         run_dir=str(run_dir),
         data=FeatureDataSettings(dataset=str(shapes)),
         tracking=TrackingSettings(uri="sqlite:///x.db"),
     )
     end_on_signals("nothing is saved")
-    try:
-        with (
-            pytest.raises((OSError, KeyboardInterrupt)) if ending is not None else nullcontext(),
-            recorded(
-                settings,
-                World(0, 0, 1),
-                used=[(Part(shapes, load_manifest(shapes), "val"), "evaluation")],
-                checkpoint=weights,
-                tags={"task": "probe"},
-            ) as tracker,
-        ):
-            register(tracker, weights, {"probe/top1": 0.5}, target="my: data/set")
-            if isinstance(ending, OSError):
-                raise ending
-            if ending is not None:
-                os.kill(os.getpid(), ending)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with (
+        pytest.raises((OSError, KeyboardInterrupt)) if ending is not None else nullcontext(),
+        recorded(
+            settings,
+            World(0, 0, 1),
+            used=[(Part(shapes, load_manifest(shapes), "val"), "evaluation")],
+            checkpoint=weights,
+            tags={"task": "probe"},
+        ) as tracker,
+    ):
+        register(tracker, weights, {"probe/top1": 0.5}, target="my: data/set")
+        if isinstance(ending, OSError):
+            raise ending
+        if ending is not None:
+            os.kill(os.getpid(), ending)
     events = [
         json.loads(line)
         for line in (run_dir / "tracking" / "journal.jsonl").read_text().splitlines()

@@ -6,6 +6,7 @@ MLflow.
 import json
 import shutil
 import statistics
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ from pretrain.tracking.delivery import sync
 from pretrain.tracking.run_tags import summary
 from tests.conftest import Capture
 from tests.data_prep.samples import change_manifest
-from tests.errors import fails
+from tests.errors import fails, printed_errors
 from tests.finetune.tiny import write_folder, write_tuning
 from tests.training import (
     final_state,
@@ -318,8 +319,9 @@ def test_a_run_and_a_group_keep_their_places(
     pretrained: Path, other_shapes: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     config = write_tuning(tmp_path, pretrained, other_shapes)
-    for begun, asked in (([], ["seeds=[0,1]"]), (["seeds=[0,1]"], [])):
-        run_dir = tmp_path / f"run-{len(begun)}"
+    kinds = permutations(([], ["seeds=[0,1]"], ["folds=true"]), 2)
+    for number, (begun, asked) in enumerate(kinds):
+        run_dir = tmp_path / f"run-{number}"
         run_dir.mkdir()
         settings = load_settings(
             TuneSettings, path=config, overrides=[f"run_dir={run_dir}", *begun]
@@ -327,7 +329,7 @@ def test_a_run_and_a_group_keep_their_places(
         (run_dir / "config.yaml").write_text(dump(settings))
         (run_dir / "result.json").write_text('{"eval/top1": 0.5, "step": 6}')
         assert finetune(["tune", str(config), f"run_dir={run_dir}", *asked]) == 2
-        assert "finetune: seeds: " in capsys.readouterr().err
+        assert printed_errors(capsys.readouterr().err) == [("run_dir", "exists")]
 
 
 def test_ranks_that_wait_for_another_start_end_well(

@@ -161,8 +161,9 @@ def test_the_threshold_is_a_share_of_what_was_seen_but_of_an_epoch_at_least() ->
     check_fraction(10, num_seen=50, num_samples=10_000, max_fraction=0.001)
     check_fraction(30, num_seen=30_000, num_samples=10_000, max_fraction=0.001)
     for num_bad, num_seen in [(11, 50), (31, 30_000)]:
-        with fails("too-many-faults", "data.max_bad_fraction", kind=TooManyBadSamples):
+        with fails("too-many-faults", "data.max_bad_fraction", kind=TooManyBadSamples) as caught:
             check_fraction(num_bad, num_seen=num_seen, num_samples=10_000, max_fraction=0.001)
+        assert f"{max(num_seen, 10_000):,}" in caught.value.problem
 
 
 @pytest.mark.processes

@@ -134,10 +134,15 @@ def test_a_passing_fault_is_tried_again_and_reported_if_it_lasts(
     num_lines: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if "stall" in faults:
-        monkeypatch.setattr(module, "SILENCE_S", 0.3)
     address, state = server
     state.key, state.faults = SECRET, {f"{number}.tar": list(faults) for number in range(2)}
+
+    def fetch(url: str, *values: Any, silence_s: float, **more: Any) -> None:
+        if "stall" in state.faults[url.rpartition("/")[2]]:
+            silence_s = 1
+        remote.fetch(url, *values, silence_s=silence_s, **more)
+
+    monkeypatch.setattr(module, "fetch", fetch)
     before = random.getstate()
     with closing(opened(place, storage=OPTIONS, hosts=[address])) as ours:
         use(ours, *shards[:2])
@@ -358,10 +363,9 @@ def test_hold_removes_the_file_that_read_ahead_needs_last(
     place: Path, shards: list[File], monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(module, "NUM_THREADS", 1)
-    with closing(opened(place, room=3)) as ours, closing(opened(place, room=3)) as others:
+    with closing(opened(place, room=3)) as ours:
         ours.fetch_ahead(shards[:6])
-        wait_until(lambda: others.hold_present(shards[:3]))
-        others.release(shards[:3])
+        wait_until(lambda: ours._ahead == shards[:3])
         with holding(ours, shards[7]):
             assert cached(place) == hashes(shards, 0, 1, 7)
         with holding(ours, *shards[:3]):

@@ -336,13 +336,8 @@ def test_a_closed_terminal_has_ranks_save_unless_nohup_has_started_them(
         print(stop.raised_by, flush=True)
         os._exit(0)  # as `leave` does: the launcher passes the signal on once more, and an interpreter that ends no longer heeds it
         """
-    before = signal.signal(
-        signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL
-    )  # the child inherits it
-    try:
-        process = begun(rank)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)  # for the child
+    process = begun(rank)
     os.killpg(process.pid, signal.SIGHUP)
     said, _ = process.communicate("the terminal has been closed\n", timeout=120)
     assert (process.returncode, said) == (0, f"{raised_by}\n")
