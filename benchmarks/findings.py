@@ -18,12 +18,20 @@ from claims.depth import depth
 from claims.locality import locality
 from claims.mlp import mlp
 from claims.sparse import cka_pairs, sparse
+from claims.transfer import transfer
 from claims.width import width
 from fashion import fit
 
 from analysis.cli import main as analysis
 
-CLAIMS = {"width": width, "locality": locality, "mlp": mlp, "depth": depth, "sparse": sparse}
+CLAIMS = {
+    "width": width,
+    "locality": locality,
+    "mlp": mlp,
+    "depth": depth,
+    "sparse": sparse,
+    "transfer": transfer,
+}
 PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0)
 """Values of scikit-learn's C for logistic regression."""
 

@@ -72,10 +72,10 @@ def conclusion_of(outcomes: dict[int, str]) -> str:
     if numbers.keys() == {"equal"}:
         return "pretraining makes no difference."
     sentences = {
-        "yes": "the claim holds for {} images a class only.",
-        "reversed": "pretraining harms with {} images a class.",
-        "equal": "pretraining makes no difference with {}.",
-        "undecided": "undecided with {}.",
-        "not tested": "not tested with {}.",
+        "yes": "the claim holds for {} images a class only",
+        "reversed": "pretraining harms with {} images a class",
+        "equal": "pretraining makes no difference with {}",
+        "undecided": "undecided with {}",
+        "not tested": "not tested with {}",
     }
-    return " ".join(sentences[each].format(words) for each, words in numbers.items())
+    return "; ".join(sentences[each].format(words) for each, words in numbers.items()) + "."
