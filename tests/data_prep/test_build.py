@@ -82,14 +82,6 @@ def group_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return members
 
 
-def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Return the builder's grandchildren: its children are the fork server and the resource
-    tracker."""
-    return [
-        worker for child in psutil.Process(process.pid).children() for worker in child.children()
-    ]
-
-
 def has_ended(process: psutil.Process) -> bool:
     """True if the process has ended, even if the container's first process never reaps orphans."""
     try:
