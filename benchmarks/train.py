@@ -236,7 +236,13 @@ def run(name: str, case: Case, world: World, device: torch.device, *, rounds: in
 
 
 def engine_of(
-    case: Case, world: World, device: torch.device, *, num_classes: int, stage: int
+    case: Case,
+    world: World,
+    device: torch.device,
+    *,
+    num_classes: int,
+    stage: int,
+    is_eager: bool = False,
 ) -> DeepSpeedEngine:
     """Return an engine: compiled in bf16 on a GPU, otherwise eager in fp32."""
     on_gpu = device.type == "cuda"
@@ -244,12 +250,27 @@ def engine_of(
         build_model(case.spec, num_classes=num_classes, image_size=case.image_size, seed=0),
         make_optimizer=lambda module: build_optimizer(module, OptimizerSettings()),
         settings=EngineSettings(
-            zero_stage=stage, precision="bf16" if on_gpu else "fp32", compile=on_gpu
+            zero_stage=stage,
+            precision="bf16" if on_gpu else "fp32",
+            compile=on_gpu and not is_eager,
         ),
         plan=BatchPlan(case.batch, case.batch, 1),
         label_smoothing=LABEL_SMOOTHING,
         device=device,
         world=world,
+    )
+
+
+def augmentation_for(
+    engine: DeepSpeedEngine, image_size: int, normalization: Normalization
+) -> Augmentation:
+    return Augmentation(
+        AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8),
+        seed=0,
+        image_size=image_size,
+        normalization=normalization,
+        device=engine.device,
+        dtype=engine.input_dtype,
     )
 
 
@@ -261,14 +282,8 @@ def prepare(case: Case, world: World, device: torch.device) -> Bench:
         case.num_classes or len(manifest.classes),
     )
     engine = engine_of(case, world, device, num_classes=num_classes, stage=1)
-    augmentation = Augmentation(
-        AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8),
-        seed=0,
-        image_size=case.image_size,
-        normalization=Normalization(manifest.channel_mean, manifest.channel_std),
-        device=device,
-        dtype=engine.input_dtype,
-    )
+    normalization = Normalization(manifest.channel_mean, manifest.channel_std)
+    augmentation = augmentation_for(engine, case.image_size, normalization)
     reader = open_split(directory, manifest, "train")
     with batches_of(reader, plan, as_stored, pin=device.type == "cuda") as source_batches:
         stored = next(source_batches)
