@@ -82,7 +82,6 @@ def test_what_is_pushed_is_taken_again(
     (first,) = repository.branches["main"]
     assert repository.private
     assert repository.files[first] == files_of(tmp_path / "out")
-    assert hub.lfs, "the weights are large"
     assert "hf-hub:user/mine" in repository.files[first]["README.md"].decode()
     assert f"hf-hub:user/mine@{first}: pushed as one commit" in capsys.readouterr().out
 
