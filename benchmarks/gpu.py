@@ -112,7 +112,7 @@ def _peers(quick: bool) -> list[Part]:
     build = "-m data_prep build configs/data_prep/demo"
     found = {
         "models-mixer": (200, f"benchmarks/models.py --only {mixer}"),
-        "train-mlp": (300, f"benchmarks/train.py {size} --only mlp"),
+        "train-mlp": (400, f"benchmarks/train.py {size} --only mlp"),
         "probe-rate": (120, f"benchmarks/transfer_probe.py {size}"),
         "parity-data": (150, f"{build}_pretrain.yaml"),
         "parity-judged": (150, f"{build}_pretrain.yaml out={DATA}/judged source.num_train_per_class=1 source.num_val_per_class={per_class}"),
@@ -131,8 +131,7 @@ def _peers(quick: bool) -> list[Part]:
             for each in ("fp32", "bf16")
         },
         "models-b12": (160, f"benchmarks/models.py --only mlp_b12_wi1024 {models}"),
-        "train-mixer": (200, f"benchmarks/train.py {size} --only mixer"),
-        "tune-rate": (150, f"benchmarks/transfer_tune.py {size}"),
+        "train-mixer": (250, f"benchmarks/train.py {size} --only mixer"),
         "evaluate-rate": (150, f"benchmarks/transfer_evaluate.py {size}"),
         "efficiency": (150, f"-m analysis efficiency --quick --out {RUNS}/efficiency{small}"),
     }  # fmt: skip

@@ -20,18 +20,14 @@ from frame import keep, print_table, rates, ratio
 from models_peers import plain, products_of, step_flops
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+from train import Case, augmentation_for, engine_of, repeated
 
-from pretrain.augment.augmentation import Augmentation, Normalization, Prepared
-from pretrain.config import AugmentSettings, EngineSettings, OptimizerSettings
+from pretrain.augment.augmentation import Normalization, Prepared
 from pretrain.data.loader import Batch
-from pretrain.data.order import BatchPlan
-from pretrain.engine.deepspeed import DeepSpeedEngine, start_distributed
-from pretrain.models.build import build_model
+from pretrain.engine.deepspeed import start_distributed
 from pretrain.models.presets import preset, spec_of
-from pretrain.optim import build_optimizer
 from pretrain.ranks.world import read_world
 
-RECIPE = AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8)
 STEP, PRODUCT = "step", "large product"
 """Names of the contestants: training step (images/s) and matrix product (FLOP/s)."""
 
@@ -79,37 +75,25 @@ def main() -> None:
     on_gpu = device.type == "cuda"
     spec, size = spec_of(options.model), preset(options.model).image_size
     shapes: dict[str, Any] = {"num_classes": options.classes, "image_size": size}
-    engine = DeepSpeedEngine(
-        build_model(spec, **shapes, seed=0),
-        make_optimizer=lambda module: build_optimizer(module, OptimizerSettings()),
-        settings=EngineSettings(
-            zero_stage=options.stage, precision="bf16", compile=options.compile
-        ),
-        plan=BatchPlan(options.batch, options.batch, 1),
-        label_smoothing=0.3,
-        device=device,
-        world=world,
+    side, times = (8192, 10) if on_gpu else (512, 1)
+    case = Case(spec, size, options.batch, times, 0)
+    engine = engine_of(
+        case,
+        world,
+        device,
+        num_classes=options.classes,
+        stage=options.stage,
+        is_eager=not options.compile,
     )
-    augmentation = Augmentation(
-        RECIPE,
-        seed=0,
-        image_size=size,
-        normalization=Normalization((0.48, 0.45, 0.41), (0.27, 0.26, 0.27)),
-        device=device,
-        dtype=engine.input_dtype,
-    )
+    normalization = Normalization((0.48, 0.45, 0.41), (0.27, 0.26, 0.27))
+    augmentation = augmentation_for(engine, size, normalization)
     batch = synthetic_batch(options.batch, size, options.classes)
     resident: Prepared = augmentation.prepare(batch)
-    side, times = (8192, 10) if on_gpu else (512, 1)
     left, right = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
 
-    def steps(count: int = times) -> float:
-        for _ in range(count):
-            prepared = augmentation.prepare(batch) if options.augment else resident
-            engine.train_step([prepared], lr=1e-5)
-        if on_gpu:
-            torch.cuda.synchronize()
-        return count * options.batch
+    def step() -> None:
+        prepared = augmentation.prepare(batch) if options.augment else resident
+        engine.train_step([prepared], lr=1e-5)
 
     def products() -> float:
         for _ in range(times):
@@ -118,14 +102,14 @@ def main() -> None:
             torch.cuda.synchronize()
         return times * 2 * side**3
 
-    found = rates({STEP: steps, PRODUCT: products}, rounds=options.rounds)
+    found = rates({STEP: repeated(case, step), PRODUCT: products}, rounds=options.rounds)
     model_products = products_of(plain(spec, **shapes), torch.zeros(1, 3, size, size))
     flops = step_flops(model_products)
     images_per_s, product_rate = (statistics.median(found[name]) for name in (STEP, PRODUCT))
     with profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     ) as recorded:
-        steps(options.steps)
+        repeated(case, step, times=options.steps)()
     kernels = [
         (event.time_range.start, event.time_range.end)
         for event in recorded.events() or ()
@@ -143,7 +127,7 @@ def main() -> None:
     kind = "compiled" if options.compile else "eager"
     print_table(
         f"{options.model}, batch {options.batch:,}, {options.classes:,} classes, ZeRO"
-        f" {options.stage}, bf16, {kind}{', augmented' if options.augment else ''}",
+        f" {options.stage}, {engine.input_dtype}, {kind}{', augmented' if options.augment else ''}",
         ("ms a step", "images/s", "TFLOP/s", "of a large product's", "idle", "peak GB"),
         [
             (

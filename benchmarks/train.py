@@ -9,6 +9,7 @@ Contestants run the same number of steps with equal batches:
   resident              the step of one prepared batch
   resident, ZeRO 0      the same without sharding, like plain DDP
   plain DDP             the same model and optimizer in torch's DistributedDataParallel, on the prepared batch
+  tuning                the step of `finetune tune` (accelerate), on the prepared batch
   public step           the training step of Scaling MLPs: fp32 (TF32 on a GPU), eager, plain LION, `.item()` each step
   matmul limit          only the matrix products of the step, in the engine's precision
 The clock starts when the loader has a steady speed.
@@ -33,6 +34,9 @@ from train_peers import ddp_step, public_step
 
 from data_prep.manifest import load_manifest
 from data_prep.publish import sha256_of
+from finetune.session import start_accelerator
+from finetune.tune.config import TuneEngineSettings
+from finetune.tune.tune import AccelerateEngine
 from pretrain.augment.augmentation import Augmentation, Normalization, Prepared
 from pretrain.augment.feed import NUM_AHEAD, Feed, finish_for
 from pretrain.config import AugmentSettings, EngineSettings, OptimizerSettings
@@ -190,6 +194,7 @@ def run(name: str, case: Case, world: World, device: torch.device, *, rounds: in
     products = [type(each)(each.rows * case.batch, each.inputs, each.outputs) for each in products]
     peer = shapes | {"label_smoothing": LABEL_SMOOTHING, "device": device}
     ddp, public = ddp_step(case.spec, **peer), public_step(case.spec, **peer)
+    tuning = tuning_engine(case, world, device, num_classes=bench.num_classes)
     found = rates(
         {
             "from shards": bench.from_shards,
@@ -200,6 +205,7 @@ def run(name: str, case: Case, world: World, device: torch.device, *, rounds: in
             "resident": repeated(case, lambda: bench.step(prepared)),
             "resident, ZeRO 0": repeated(case, lambda: unsharded.train_step([prepared], lr=1e-5)),
             "plain DDP": repeated(case, partial(ddp, prepared)),
+            "tuning": repeated(case, lambda: tuning.train_step([prepared], lr=1e-5)),
             "public step": repeated(case, partial(public, prepared)),
             "matmul limit": repeated(case, bare_products(products, like=like)),
         },
@@ -208,7 +214,7 @@ def run(name: str, case: Case, world: World, device: torch.device, *, rounds: in
     keep(
         {
             f"{name}: {one} of {other}": ratio(found, one, other)
-            for one in ("from shards", "resident")
+            for one in ("from shards", "resident", "tuning")
             for other in ("resident", "plain DDP")
         }
     )
@@ -236,7 +242,13 @@ def run(name: str, case: Case, world: World, device: torch.device, *, rounds: in
 
 
 def engine_of(
-    case: Case, world: World, device: torch.device, *, num_classes: int, stage: int
+    case: Case,
+    world: World,
+    device: torch.device,
+    *,
+    num_classes: int,
+    stage: int,
+    is_eager: bool = False,
 ) -> DeepSpeedEngine:
     """Return an engine: compiled in bf16 on a GPU, otherwise eager in fp32."""
     on_gpu = device.type == "cuda"
@@ -244,12 +256,42 @@ def engine_of(
         build_model(case.spec, num_classes=num_classes, image_size=case.image_size, seed=0),
         make_optimizer=lambda module: build_optimizer(module, OptimizerSettings()),
         settings=EngineSettings(
-            zero_stage=stage, precision="bf16" if on_gpu else "fp32", compile=on_gpu
+            zero_stage=stage,
+            precision="bf16" if on_gpu else "fp32",
+            compile=on_gpu and not is_eager,
         ),
         plan=BatchPlan(case.batch, case.batch, 1),
         label_smoothing=LABEL_SMOOTHING,
         device=device,
         world=world,
+    )
+
+
+def tuning_engine(
+    case: Case, world: World, device: torch.device, *, num_classes: int
+) -> AccelerateEngine:
+    on_gpu = device.type == "cuda"
+    precision = "bf16" if on_gpu else "fp32"
+    return AccelerateEngine(
+        build_model(case.spec, num_classes=num_classes, image_size=case.image_size, seed=0),
+        optimizer=OptimizerSettings(),
+        settings=TuneEngineSettings(precision=precision, compile=on_gpu),
+        accelerator=start_accelerator(world, precision=precision),
+        label_smoothing=LABEL_SMOOTHING,
+        world=world,
+    )
+
+
+def augmentation_for(
+    engine: DeepSpeedEngine, image_size: int, normalization: Normalization
+) -> Augmentation:
+    return Augmentation(
+        AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8),
+        seed=0,
+        image_size=image_size,
+        normalization=normalization,
+        device=engine.device,
+        dtype=engine.input_dtype,
     )
 
 
@@ -261,14 +303,8 @@ def prepare(case: Case, world: World, device: torch.device) -> Bench:
         case.num_classes or len(manifest.classes),
     )
     engine = engine_of(case, world, device, num_classes=num_classes, stage=1)
-    augmentation = Augmentation(
-        AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8),
-        seed=0,
-        image_size=case.image_size,
-        normalization=Normalization(manifest.channel_mean, manifest.channel_std),
-        device=device,
-        dtype=engine.input_dtype,
-    )
+    normalization = Normalization(manifest.channel_mean, manifest.channel_std)
+    augmentation = augmentation_for(engine, case.image_size, normalization)
     reader = open_split(directory, manifest, "train")
     with batches_of(reader, plan, as_stored, pin=device.type == "cuda") as source_batches:
         stored = next(source_batches)

@@ -24,8 +24,8 @@ CEILINGS = {
     "finetune": 230_700,
     "analysis": 226_200,
     "cluster": 131_200,
-    "benchmarks": 175_400,
-    "tests": 1_466_700,
+    "benchmarks": 175_300,
+    "tests": 1_463_000,
 }
 
 

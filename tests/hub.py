@@ -14,8 +14,6 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_of_the_tests"
-LARGE = 20_000
-"""Minimum bytes of a file that is sent by LFS."""
 
 
 @dataclass
@@ -28,8 +26,7 @@ class Repository:
     """Files by commit."""
 
     def commit(self, branch: str, files: dict[str, bytes]) -> str:
-        number = sum(map(len, self.branches.values()))
-        sha = hashlib.sha1(f"{branch}{number}{sorted(files)}".encode()).hexdigest()
+        sha = f"{len(self.files):040x}"
         self.files[sha] = files
         self.branches[branch].append(sha)
         return sha
@@ -43,7 +40,6 @@ class Repository:
 @dataclass
 class Hub:
     repositories: dict[str, Repository] = field(default_factory=dict)
-    lfs: dict[str, bytes] = field(default_factory=dict)
     asked: list[tuple[str, str]] = field(default_factory=list)
     """Method and path of each request."""
     cut_after: int = 0
@@ -74,9 +70,9 @@ def serving() -> Iterator[Hub]:
 
 
 class RefusedError(Exception):
-    def __init__(self, status: int, code: str = "", message: str = ""):
+    def __init__(self, status: int, code: str = ""):
         super().__init__(status)
-        self.status, self.headers = status, {"X-Error-Code": code, "X-Error-Message": message}
+        self.status, self.headers = status, {"X-Error-Code": code}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -88,7 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer()
 
-    do_HEAD = do_POST = do_PUT = do_GET
+    do_HEAD = do_POST = do_GET
 
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -116,26 +112,26 @@ class _Handler(BaseHTTPRequestHandler):
             body = body[: self.hub.cut_after]
         self.wfile.write(body)
 
-    def _json(self, tree: Any, status: int = 200) -> None:
-        self._send(status, json.dumps(tree).encode(), {"Content-Type": "application/json"})
+    def _json(self, tree: Any) -> None:
+        self._send(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
 
     def _is_known(self) -> bool:
         given = self.headers.get("Authorization")
         if given not in (None, f"Bearer {TOKEN}"):
-            raise RefusedError(401, message="Invalid credentials in Authorization header")
+            raise RefusedError(401)
         return given is not None
 
     def _repository(self, name: str) -> Repository:
         is_known, found = self._is_known(), self.hub.repositories.get(name)
         if found is None or (found.private and not is_known):
-            raise RefusedError(404 if is_known else 401, "RepoNotFound", "Repository not found")
+            raise RefusedError(404 if is_known else 401, "RepoNotFound")
         return found
 
     def _commit(self, name: str, revision: str) -> tuple[Repository, str]:
         repository = self._repository(name)
         found = repository.at(revision)
         if found is None:
-            raise RefusedError(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+            raise RefusedError(404, "RevisionNotFound")
         return repository, found
 
     def whoami(self) -> None:
@@ -164,10 +160,10 @@ class _Handler(BaseHTTPRequestHandler):
     def resolve(self, name: str, revision: str, path: str) -> None:
         repository, sha = self._commit(name, revision)
         if repository.gated:
-            raise RefusedError(403, "GatedRepo", f"Access to model {name} is restricted")
+            raise RefusedError(403, "GatedRepo")
         content = repository.files[sha].get(path)
         if content is None:
-            raise RefusedError(404, "EntryNotFound", "Entry not found")
+            raise RefusedError(404, "EntryNotFound")
         headers = {"X-Repo-Commit": sha, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
         if ranged := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             start, last = int(ranged[1]), int(ranged[2] or len(content) - 1)
@@ -181,13 +177,9 @@ class _Handler(BaseHTTPRequestHandler):
             raise RefusedError(401)
         given = json.loads(self.body)
         name = "/".join(filter(None, (given["organization"], given["name"])))
-        answer = {"url": f"{self.hub.url}/{name}", "name": name}
-        if name in self.hub.repositories:
-            self._json(answer | {"error": "You already created this model repo"}, 409)
-            return
         is_private = given.get("visibility") == "private" or given.get("private") is True
-        self.hub.repositories[name] = Repository(private=is_private)
-        self._json(answer)
+        self.hub.repositories.setdefault(name, Repository(private=is_private))
+        self._json({"url": f"{self.hub.url}/{name}", "name": name})
 
     def branch(self, name: str, branch: str) -> None:
         branches = self._repository(name).branches
@@ -200,35 +192,19 @@ class _Handler(BaseHTTPRequestHandler):
         self._repository(name)
         files = json.loads(self.body)["files"]
         for each in files:
-            mode = "lfs" if each["size"] >= LARGE else "regular"
-            each.update(uploadMode=mode, shouldIgnore=False, oid=None)
+            each.update(uploadMode="regular", shouldIgnore=False, oid=None)
         self._json({"files": files})
-
-    def batch(self, name: str) -> None:
-        self._repository(name)
-        objects = [
-            {**each, "actions": {"upload": {"href": f"{self.hub.url}/lfs/{each['oid']}"}}}
-            for each in json.loads(self.body)["objects"]
-        ]
-        self._json({"transfer": "basic", "objects": objects})
-
-    def store(self, oid: str) -> None:
-        assert hashlib.sha256(self.body).hexdigest() == oid
-        self.hub.lfs[oid] = self.body
-        self._send(200, b"")
 
     def commit(self, name: str, branch: str) -> None:
         repository = self._repository(name)
         if branch not in repository.branches:
-            raise RefusedError(404, "RevisionNotFound", f"Invalid rev id: {branch}")
+            raise RefusedError(404, "RevisionNotFound")
         files = dict(repository.files.get(repository.at(branch) or "", {}))
         for line in self.body.splitlines():
             order = json.loads(line)
             match order["key"], order["value"]:
                 case "file", value:
                     files[value["path"]] = base64.b64decode(value["content"])
-                case "lfsFile", value:
-                    files[value["path"]] = self.hub.lfs[value["oid"]]
                 case "deletedFile", value:
                     del files[value["path"]]
         sha = repository.commit(branch, files)
@@ -241,12 +217,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _entry(path: str, content: bytes) -> dict[str, Any]:
-    blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-    found: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": blob}
-    if len(content) >= LARGE:
-        found["oid"] = hashlib.sha256(content).hexdigest()
-        found["lfs"] = {"oid": found["oid"], "size": len(content), "pointerSize": 134}
-    return found
+    blob = hashlib.sha1(content).hexdigest()
+    return {"type": "file", "path": path, "size": len(content), "oid": blob}
 
 
 _NAME = r"([^/]+/[^/]+?)"
@@ -259,8 +231,6 @@ _ROUTES = {
     r"POST /api/repos/create": _Handler.create,
     rf"POST /api/models/{_NAME}/branch/(.+)": _Handler.branch,
     rf"POST /api/models/{_NAME}/preupload/(.+)": _Handler.preupload,
-    rf"POST /{_NAME}\.git/info/lfs/objects/batch": _Handler.batch,
-    r"PUT /lfs/(.+)": _Handler.store,
     rf"POST /api/models/{_NAME}/commit/(.+)": _Handler.commit,
     r"POST /api/validate-yaml": _Handler.approve,
 }

@@ -28,7 +28,6 @@ DRY_RUNS = {
     "train_ranks": ["--dry-run"],
     "transfer_evaluate": ["--dry-run"],
     "transfer_probe": ["--dry-run"],
-    "transfer_tune": ["--dry-run"],
 }
 ELSEWHERE = {"fashion", "findings", "gpu_profile", "images", "ours", "peers", "stores_link"}
 """Tables that tests in tests/configs check, commands of benchmarks/gpu.py, and programs that

@@ -16,7 +16,6 @@ from analysis.report import collect, draw_accuracies, draw_curves, first_images,
 from finetune.runs import Run, read_run, run_of, runs_below
 from tests.analysis.conftest import MIXER, MLP, WriteRun
 from tests.conftest import Capture
-from tests.errors import printed_errors
 
 
 def pretraining(dataset: Path, **data: str) -> dict[str, Any]:
@@ -166,13 +165,6 @@ def test_the_sheet_has_the_first_training_images_in_order(shapes: Path) -> None:
     for place, (offset, length, _) in enumerate(index[:5].tolist()):
         pixels = np.frombuffer(content[offset : offset + length][13:], np.uint8).reshape(16, 16, 3)
         np.testing.assert_array_equal(sheet[:, place * 16 : (place + 1) * 16], pixels)
-
-
-def test_a_folder_without_runs(tmp_path: Path, capsys: Capture) -> None:
-    (tmp_path / "empty").mkdir()
-    for name, code in (("gone", "missing-path"), ("empty", "empty")):
-        assert main(["report", str(tmp_path / name)]) == 2
-        assert printed_errors(capsys.readouterr().err) == [(str(tmp_path / name), code)]
 
 
 def found_in(folder: Path) -> dict[str, Run]:

@@ -142,15 +142,13 @@ def change_manifest(directory: Path, change: Callable[[dict[str, Any]], object])
         of_wids.unlink()
 
 
-def replace_index(
-    directory: Path, rows: np.ndarray, *, split: str = "train", shard: int = 0
-) -> None:
-    """Replace an index, as if the program had written it."""
-    stored = load_manifest(directory).splits[split].shards[shard]
+def replace_index(directory: Path, rows: np.ndarray, *, shard: int = 0) -> None:
+    """Replace an index of the split train, as if the program had written it."""
+    stored = load_manifest(directory).splits["train"].shards[shard]
     np.save(directory / stored.index_file, rows)
     digest = sha256_of(directory / stored.index_file)
     change_manifest(
-        directory, lambda tree: tree["splits"][split]["shards"][shard].update(index_sha256=digest)
+        directory, lambda tree: tree["splits"]["train"]["shards"][shard].update(index_sha256=digest)
     )
 
 

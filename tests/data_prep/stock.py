@@ -87,12 +87,12 @@ def read(directory: Path, split: str = "train") -> tuple[np.ndarray[Any, Any], l
     return reader.images(np.arange(reader.num_samples)).numpy(), reader.labels.tolist()
 
 
-def seen(data: bytes, *, size: int = 16) -> np.ndarray[Any, Any]:
+def seen(data: bytes) -> np.ndarray[Any, Any]:
     """Return the central square as Pillow reads it."""
     image = Image.open(io.BytesIO(data)).convert("RGB")
     side, left = min(image.size), (image.width - min(image.size)) / 2
     return np.asarray(
-        image.resize((size, size), Image.Resampling.BICUBIC, box=(left, 0, left + side, side))
+        image.resize((16, 16), Image.Resampling.BICUBIC, box=(left, 0, left + side, side))
     )
 
 

@@ -183,7 +183,7 @@ def test_a_second_build_leaves_every_file_untouched_and_another_config_or_source
     before = {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")}
     assert len(before) == 6
     assert build(source, out, "num_workers=2") == 0
-    held = f"data_prep: out: {out} was made"
+    held = ("out: ", "[changed]")
     for change in (
         "image_size: 24, was 16",
         "seed: 1, was 0",
@@ -191,13 +191,14 @@ def test_a_second_build_leaves_every_file_untouched_and_another_config_or_source
         "samples_per_shard: 3, was 8192",
     ):
         key, _, value = change.partition(",")[0].partition(": ")
-        refused(build(source, out, f"{key}={value}"), f"{held} with another config ({change})")
+        refused(build(source, out, f"{key}={value}"), *held, f"({change})")
     refused(
         build(source, out, "classes=[ant]", "seed=3"),
-        f"{held} with another config (classes: ['ant'], was None; seed: 3, was 0)",
+        *held,
+        "(classes: ['ant'], was None; seed: 3, was 0)",
     )
     write_files(source, {"ant/new.jpg": encoded(picture(seed=99))})
-    refused(build(source, out), f"{held} with the same config from other files")
+    refused(build(source, out), *held, "other files")
     assert {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")} == before
 
 
@@ -207,10 +208,7 @@ def test_another_config_is_refused_an_unfinished_dataset_and_the_same_one_goes_o
     source, out = write_classes(tmp_path / "source", {"ant": 8}), tmp_path / "out"
     interrupt_before_the_manifest(source, out, monkeypatch)
     before = files_of(out)
-    refused(
-        build(source, out, "samples_per_shard=4"),
-        "was made with another config (samples_per_shard: 4, was 2)",
-    )
+    refused(build(source, out, "samples_per_shard=4"), "[changed]", "(samples_per_shard: 4, was 2)")
     assert files_of(out) == before
     assert build(source, out, "samples_per_shard=2") == 0
     assert load_manifest(out).num_written == 8
@@ -330,7 +328,8 @@ def test_too_many_rejects_fail_every_time_and_still_leave_the_dataset(
         refused(
             build(source, out, "max_reject_fraction=0.29"),
             "3 of 10 inputs",
-            "were rejected (30.0%, allowed 29.0%)",
+            "30.0%",
+            "29.0%",
             str(out / "rejected.jsonl"),
             "[too-many-faults]",
             code=1,

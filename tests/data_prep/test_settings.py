@@ -238,11 +238,8 @@ def test_all_mistakes_of_a_config_are_reported_together() -> None:
 @pytest.mark.parametrize(
     ("source", "field", "code"),
     [
-        ({"kind": "synthetic", "num_clases": 3}, "source.num_clases", "unknown-key"),
         ({"kind": "synthetic", "num_classes": 49}, "source.num_classes", "bad-value"),
-        ({"kind": "folder"}, "source.path", "missing-value"),
         ({"kind": "folder", "path": "x", "nam_classes": 3}, "source.nam_classes", "unknown-key"),
-        ({"kind": "foldr"}, "source.kind", "bad-value"),
         ({"path": "x"}, "source.kind", "missing-value"),
     ],
 )

@@ -96,38 +96,12 @@ def test_a_local_dataset_sends_its_options_to_the_one_host_of_its_shards(
     (own, own_server), (other, other_server) = servers
     storage = OPTIONS["a token"]
     name_hosts(dataset, own)
-    assert (
-        main(
-            [
-                "stats",
-                str(dataset),
-                "--recompute",
-                "--storage",
-                json.dumps(storage),
-                "--workers",
-                "1",
-            ]
-        )
-        == 0
-    )
+    words = ["stats", str(dataset), "--recompute", "--storage", json.dumps(storage)]
+    assert main([*words, "--workers", "1"]) == 0
     train_on(str(dataset), storage, tmp_path / "shards")
     assert own_server.headers and all(SECRET in headers for headers in own_server.headers)
     name_hosts(dataset, own, other)
-    refused(
-        main(
-            [
-                "stats",
-                str(dataset),
-                "--recompute",
-                "--storage",
-                json.dumps(storage),
-                "--workers",
-                "1",
-            ]
-        ),
-        "storage: ",
-        "[conflict]",
-    )
+    refused(main([*words, "--workers", "1"]), "storage: ", "[conflict]")
     with fails("conflict", "storage"):
         train_on(str(dataset), storage, tmp_path / "shards")
     assert not other_server.headers

@@ -336,9 +336,9 @@ def test_a_stranger_among_the_shards_is_named(
 # ---- several at once
 
 
-def at_work(source: Path, out: Path, which: str) -> AbstractContextManager[None]:
+def at_work(source: Path, out: Path) -> AbstractContextManager[None]:
     """A task that is paused between its plan and its first shard."""
-    return held_at_work(out.parent / "held", *words_of(source, out, which))
+    return held_at_work(out.parent / "held", *words_of(source, out, "0/2"))
 
 
 @pytest.mark.processes
@@ -349,7 +349,7 @@ def test_whoever_does_not_belong_to_the_tasks_at_work_is_refused(
     write_files(
         out, {LOCK: json.dumps(asdict(Holder())).encode()}
     )  # a killed build, whose name is not shown
-    with at_work(source, out, "0/2"):
+    with at_work(source, out):
         refused(merge(out), "[busy]", code=BUSY)
         refused(build(source, out, *CUT), "[busy]", code=BUSY)
         assert task(source, out, "1/2") == 0
@@ -374,7 +374,7 @@ def test_a_file_that_changes_while_tasks_are_at_work_is_refused(
     tmp_path: Path, source: Path, refused: Refused
 ) -> None:
     mine, out = Path(shutil.copytree(source, tmp_path / "source")), tmp_path / "animals"
-    with at_work(mine, out, "0/2"):
+    with at_work(mine, out):
         times = {path: path.stat().st_mtime_ns for path in mine.rglob("*.jpg")}
         for path in times:
             path.write_bytes(path.read_bytes() + b"more")

@@ -258,26 +258,12 @@ def test_a_kept_checkpoint_is_the_end_of_a_shorter_run_and_a_branch_goes_on_from
         and [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
     )
     capsys.readouterr()
-    for source, more, expected in (
-        (
-            f"{run}@1.5epochs",
-            (),
-            f"{run} has no checkpoint of step 26. Choose one of the steps 18, 35, 52",
-        ),
-        (f"{run}@1epochs", ("train.seed=1",), ", but yours differ (train.seed: 1, was 0)"),
-        (f"{run}@2epochs", (), f"2 epochs is 35 steps, but {run}@2epochs is at step 35"),
+    for epochs, more, field, code, named in (
+        ("1.5", (), f"{run}@1.5epochs", "missing-path", "18, 35, 52"),
+        ("1", ("train.seed=1",), "start_from", "conflict", "(train.seed: 1, was 0)"),
+        ("2", (), "train.duration", "bad-value", "35 steps"),
     ):
-        assert (
-            main(
-                [
-                    "train",
-                    str(config),
-                    f"run_dir={tmp_path}/new",
-                    *cooling,
-                    f"start_from={source}",
-                    *more,
-                ]
-            )
-            == 2
-        )
-        assert expected in capsys.readouterr().err
+        words = (f"run_dir={tmp_path}/new", *cooling, f"start_from={run}@{epochs}epochs", *more)
+        assert main(["train", str(config), *words]) == 2
+        said = capsys.readouterr().err
+        assert printed_errors(said) == [(field, code)] and named in said, said

@@ -338,7 +338,7 @@ def test_a_finished_run_changes_nothing_and_another_config_may_not_go_on_there(
     assert main(words) == 0 and f"finished before, at step {NUM_STEPS}" in capsys.readouterr().out
     assert main([*words, "optimizer.lr=0.5"]) == 2
     said = capsys.readouterr().err
-    assert "belongs to a run with other settings" in said and "optimizer.lr" in said
+    assert printed_errors(said) == [("run_dir", "exists")] and "optimizer.lr" in said
     assert {path: path.stat().st_mtime_ns for path in sorted(undisturbed.rglob("*"))} == before
 
 

@@ -40,7 +40,7 @@ from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.data.reader import open_split
 from pretrain.record import Parent, read_record
 from tests.conftest import Capture, Patch
-from tests.errors import fails
+from tests.errors import fails, printed_errors
 from tests.finetune import tiny
 from tests.finetune.tiny import (
     ALONE,
@@ -291,6 +291,6 @@ def test_the_command_finds_the_features_of_a_killed_probe(
     assert main(words) == 0 and "finished before" in capsys.readouterr().out
     tiny.write_folder(later, other_shapes, step=20)  # its run was made longer
     assert main(words) == 2
-    assert capsys.readouterr().err.startswith("finetune: pretrained: ")
-    with pytest.raises(SettingsError, match="pretrained: "):
+    assert printed_errors(capsys.readouterr().err) == [("pretrained", "changed")]
+    with fails("changed", "pretrained"):
         Work("probe", "probe.yaml", tuple(words[2:])).is_finished()

@@ -16,7 +16,6 @@ from mlflow import MlflowClient
 
 from data_prep.build.merge import write_annotation
 from data_prep.cli import main as data_prep
-from data_prep.errors import SettingsError
 from data_prep.manifest import load_manifest
 from data_prep.publish import sha256_of
 from data_prep.settings import dump, load_settings
@@ -300,19 +299,19 @@ def test_folds_and_seeds_that_will_not_do(
     tmp_path: Path,
     capsys: Capture,
 ) -> None:
-    for dataset, words, complaint in (
-        (other_shapes, ["folds=true"], "finetune: folds: "),
-        (folded[0], ["data.fold=3"], "finetune: data.fold: "),
-        (folded[0], ["data.fold=1", "folds=true"], "finetune: folds: "),
-        (other_shapes, ["seeds=[1,1]"], "finetune: seeds: "),
-        (other_shapes, ["data.eval_split=train"], "finetune: data.eval_split: "),
+    for dataset, words, *error in (
+        (other_shapes, ["folds=true"], "folds", "conflict"),
+        (folded[0], ["data.fold=3"], "data.fold", "unknown-name"),
+        (folded[0], ["data.fold=1", "folds=true"], "folds", "conflict"),
+        (other_shapes, ["seeds=[1,1]"], "seeds", "bad-value"),
+        (other_shapes, ["data.eval_split=train"], "data.eval_split", "conflict"),
     ):
         config = write_tuning(tmp_path, pretrained, dataset)
         assert (
             finetune(["tune", str(config), f"run_dir={tmp_path}/run", "--ranks", "2", *words]) == 2
         )
         said = capsys.readouterr().err
-        assert complaint in said and len(said.splitlines()) == 1, said
+        assert printed_errors(said) == [tuple(error)] and len(said.splitlines()) == 1, said
 
 
 def test_a_run_and_a_group_keep_their_places(
@@ -356,7 +355,7 @@ def test_a_group_goes_on_wherever_it_was_interrupted(
             overrides=[f"run_dir={group}", "seeds=[0,1,2]", f"resume={resume}"],
         )
 
-    with pytest.raises(SettingsError, match=r"resume: 'must' needs a checkpoint"):
+    with fails("conflict", "resume"):
         check_resume_of(asked("must"), repeats_of(asked("must")))
     check_resume_of(asked("never"), repeats_of(asked("never")))
     (group / "seed-0" / "result.json").write_text("{}")
@@ -364,8 +363,9 @@ def test_a_group_goes_on_wherever_it_was_interrupted(
     assert {each.resume for each in repeats_of(asked("must"))} == {"auto"}
     check_resume_of(asked("never"), repeats_of(asked("never")))
     (group / "seed-1" / "checkpoints" / "step-00000001").mkdir(parents=True)
-    with pytest.raises(SettingsError, match=r"resume: never .*seed-1 has checkpoints"):
+    with fails("conflict", "resume") as caught:
         check_resume_of(asked("never"), repeats_of(asked("never")))
+    assert "seed-1" in str(caught.value)
 
 
 def test_pictures_are_fed_as_to_the_checkpoint_unless_another_filter_is_asked_for(

@@ -138,10 +138,10 @@ class Cluster:
                 self._lab.kill()
         shutil.rmtree(self.directory)
 
-    def settle(self, *, timeout_s: float = 90) -> None:
+    def settle(self) -> None:
         """Wait until no node is occupied by an ended job or coming back: the next jobs get the
         first nodes."""
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + 90
         while busy := [
             each
             for each in self("sinfo", "-h", "-N", "-o", "%N %T").splitlines()
@@ -229,18 +229,16 @@ class Cluster:
             path.read_text() for path in sorted((self.root / "jobs" / number).glob("rank-*.log"))
         ]
 
-    def wait_for(
-        self, number: str, text: str, *, timeout_s: float = 150, even_cancelled: bool = False
-    ) -> None:
+    def wait_for(self, number: str, text: str, *, timeout_s: float = 150) -> None:
         """Wait until the job or one of its ranks has written `text`."""
         deadline_s = time.monotonic() + timeout_s
         while text not in (said := self.log(number) + "".join(self.rank_logs(number))):
             late = time.monotonic() > deadline_s
-            over = ("FAILED",) if even_cancelled else ("FAILED", "CANCELLED")
-            assert not late and self.job(number)["JobState"] not in over, f"no {text!r}: {said}"
+            over = self.job(number)["JobState"] in ("FAILED", "CANCELLED")
+            assert not late and not over, f"no {text!r}: {said}"
             time.sleep(0.1)
 
-    def rank_process(self, number: str, *, rank: int, program: str = "pretrain") -> int:
+    def rank_process(self, number: str, *, rank: int) -> int:
         """Return the pid of a running rank; the nodes' pid namespaces are inside this one."""
         wanted = {
             f"SLURM_CONF={self.environment['SLURM_CONF']}",
@@ -251,7 +249,7 @@ class Cluster:
         for place in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # ended meanwhile
                 words = (place / "cmdline").read_text().split("\0")
-                if words[1:3] == ["-m", program] and wanted <= set(
+                if words[1:3] == ["-m", "pretrain"] and wanted <= set(
                     (place / "environ").read_text().split("\0")
                 ):
                     found.append(int(place.name))

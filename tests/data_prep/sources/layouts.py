@@ -211,11 +211,9 @@ def whole_tar(
     return path
 
 
-def devkit_files(
-    numbers: dict[int, str], truth: list[int], *, parents: int = 2
-) -> dict[str, bytes]:
-    """Return meta.mat and the ground truth. The classes are in any order, with ancestors, as in the
-    real file."""
+def devkit_files(numbers: dict[int, str], truth: list[int]) -> dict[str, bytes]:
+    """Return meta.mat and the ground truth. The classes are in any order, with two ancestors, as in
+    the real file."""
     fields = (
         "ILSVRC2012_ID",
         "WNID",
@@ -226,7 +224,7 @@ def devkit_files(
         "wordnet_height",
         "num_train_images",
     )
-    synsets = np.zeros((len(numbers) + parents, 1), dtype=[(name, object) for name in fields])
+    synsets = np.zeros((len(numbers) + 2, 1), dtype=[(name, object) for name in fields])
     for row, (number, wnid) in enumerate(numbers.items()):
         synsets[row, 0] = (number, wnid, f"words of {wnid}", "a gloss", 0, np.zeros(0), 0, 1300)
     for row in range(len(numbers), len(synsets)):

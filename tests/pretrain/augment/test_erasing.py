@@ -15,9 +15,9 @@ from tests.pretrain.augment.pictures import draws_of
 SIZE = 32
 
 
-def blocks_of(probability: float, *, count: int, pictures: int, size: int = SIZE) -> ErasedBlocks:
+def blocks_of(probability: float, *, count: int, pictures: int) -> ErasedBlocks:
     settings = AugmentSettings(erase_probability=probability, erase_count=count)
-    return draw_blocks(settings, draws_of(pictures), size=size)
+    return draw_blocks(settings, draws_of(pictures), size=SIZE)
 
 
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])

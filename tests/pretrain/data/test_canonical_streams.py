@@ -54,8 +54,8 @@ def data_of(dataset: Path, streams: int, **more: object) -> TrainingData:
     return load_training_data(DataSettings(canonical_streams=streams, **settings))
 
 
-def order_of(data: TrainingData, *, batch: int = BATCH, seed: int = 3) -> Line:
-    return data.order(seed=seed, global_batch_size=batch)
+def order_of(data: TrainingData, *, seed: int = 3) -> Line:
+    return data.order(seed=seed, global_batch_size=BATCH)
 
 
 @pytest.mark.parametrize("streams", [2, 3, 8, 24])

@@ -20,7 +20,6 @@ from pretrain.engine.zero_cost import (
 )
 from pretrain.models.cost import cost_of
 from pretrain.models.presets import spec_of
-from tests.errors import printed_errors
 
 GPUS = Cluster(4, gbit_per_s_inside=math.inf)
 B12_COST = cost_of(spec_of("mlp_b12_wi1024"), num_classes=11_230, image_size=64)
@@ -58,11 +57,6 @@ def test_the_hours_of_a_config_are_its_floating_point_operations(
     steps = -(-400 * 11_060_223 // 16_384)
     hours = steps * 16_384 * 6 * (114_270_208 + 1024 * (10_450 - 1000)) / 100e12 / 3600
     assert f"{steps:,} steps take at least {hours:.2g} GPU-hours" in capsys.readouterr().out
-
-
-def test_a_batch_that_does_not_split_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert pretrain(["estimate", "mixer_b_w", "--batch", "1000", "--nodes", "3"]) == 2
-    assert printed_errors(capsys.readouterr().err) == [("--batch", "bad-value")]
 
 
 def test_a_config_without_its_dataset_says_which_options_help(

@@ -66,10 +66,10 @@ def runs_in(store: Path) -> list[Any]:
     return list(client.search_runs([experiment.experiment_id]))
 
 
-def points(store: Path, run: Any, metric: str) -> list[tuple[int, float]]:
+def losses(store: Path, run: Any) -> list[tuple[int, float]]:
     client = MlflowClient(tracking_uri=f"sqlite:///{store}")
     return sorted(
-        (point.step, point.value) for point in client.get_metric_history(run.info.run_id, metric)
+        (point.step, point.value) for point in client.get_metric_history(run.info.run_id, "loss")
     )
 
 
@@ -99,7 +99,7 @@ def test_a_run_with_a_break_is_one_run_with_every_point_once(tmp_path: Path, by_
     (dataset,) = run.inputs.dataset_inputs
     assert (dataset.dataset.name, dataset.dataset.digest) == (DATASET["name"], DATASET["digest"])
     assert [(tag.key, tag.value) for tag in dataset.tags] == [("mlflow.data.context", "training")]
-    assert points(store, run, "loss") == [(step, pytest.approx(1 / step)) for step in range(1, 9)]
+    assert losses(store, run) == [(step, pytest.approx(1 / step)) for step in range(1, 9)]
     artifacts = MlflowClient(tracking_uri=f"sqlite:///{store}").list_artifacts(
         run.info.run_id, "notes"
     )
@@ -146,9 +146,7 @@ def test_a_dead_store_loses_nothing_and_a_later_sync_delivers(
     assert sync(run_dir) > 0
     assert sync(run_dir) == 0
     (run,) = runs_in(blocked / "mlflow.db")
-    assert run.info.status == "FINISHED" and points(blocked / "mlflow.db", run, "loss") == [
-        (1, 0.5)
-    ]
+    assert run.info.status == "FINISHED" and losses(blocked / "mlflow.db", run) == [(1, 0.5)]
 
 
 def deliver_after_the_end(run_dir: Path, *, close_timeout_s: float = 5) -> int:
@@ -195,7 +193,7 @@ def test_a_run_that_is_not_sent_keeps_its_journal_alone(tmp_path: Path, store: P
     ]
     sync(run_dir)
     (sent,) = runs_in(store)
-    assert (sent.info.status, points(store, sent, "loss")) == ("FINISHED", [(1, 1.0)])
+    assert (sent.info.status, losses(store, sent)) == ("FINISHED", [(1, 1.0)])
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
@@ -273,10 +271,7 @@ def test_a_store_that_takes_no_files_takes_the_figures_all_the_same(
         with fails("unreachable"):
             sync(run_dir)
     (run,) = runs_in(store)
-    assert run.info.status == "FINISHED" and [step for step, _ in points(store, run, "loss")] == [
-        1,
-        2,
-    ]
+    assert run.info.status == "FINISHED" and [step for step, _ in losses(store, run)] == [1, 2]
     assert files(tmp_path) == []
     sync(run_dir)
     assert files(tmp_path) == ["1.png"]
@@ -294,9 +289,7 @@ def test_what_is_sent_again_stands_once(tmp_path: Path, store: Path) -> None:
     (run_dir / "tracking" / "delivered.json").unlink()
     sync(run_dir)
     (run,) = runs_in(store)
-    assert (
-        points(store, run, "loss") == [(1, 1.0), (2, 0.5)] and len(run.inputs.dataset_inputs) == 1
-    )
+    assert losses(store, run) == [(1, 1.0), (2, 0.5)] and len(run.inputs.dataset_inputs) == 1
     assert files(tmp_path) == ["10.png", "20.png"]
     kept = tmp_path / "mlartifacts" / run.info.run_id / "artifacts" / "pictures" / "20.png"
     assert kept.read_bytes() == Path(whole["path"]).read_bytes()
@@ -317,7 +310,7 @@ def test_a_journal_that_a_power_cut_made_shorter_delivers_every_new_event(
     sync(run_dir)
     (run,) = runs_in(store)
     assert run.info.status == "FINISHED"
-    assert [step for step, _ in points(store, run, "loss")] == list(range(1, 7 + num_new))
+    assert [step for step, _ in losses(store, run)] == list(range(1, 7 + num_new))
     assert sync(run_dir) == 0 and files(tmp_path) == ["1.png"]
 
 
