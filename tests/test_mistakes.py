@@ -115,7 +115,6 @@ TABLE = [
     ("augmentation behind no order of pixels", ["data.permute=before"], "data.permute", "conflict"),
     ("betas for sgd", ["optimizer={name: sgd, lr: 0.1, betas: [0.9, 0.9]}"], "optimizer.betas", "conflict"),
     ("betas out of range", ["optimizer.betas=[0.9, 1.0]"], "optimizer.betas", "bad-value"),
-    ("graphs of nothing", ["engine.cuda_graphs=true"], "engine.cuda_graphs", "conflict"),
     ("compile at stage 3", ["engine={compile: true, zero_stage: 3}"], "engine.compile", "conflict"),
     ("patch of a sparse MLP does not divide", ["model={kind: sw_mlp, patch_size: 5}"], "model.patch_size", "conflict"),
     ("patch of a transformer does not divide", ["model={preset: vit_b_4}", "data.image_size=18"], "model.patch_size", "conflict"),

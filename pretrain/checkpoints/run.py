@@ -75,7 +75,6 @@ MAY_CHANGE = (
     "engine.offload",
     "engine.activation_checkpointing",
     "engine.compile",
-    "engine.cuda_graphs",
     "engine.timeout_s",
     "engine.heartbeat_timeout_s",
     "engine.hang_timeout_s",
