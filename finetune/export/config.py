@@ -89,9 +89,7 @@ class ExportSettings(Settings):
     def is_begun(self, checkpoint: Checkpoint | None) -> bool:
         """True if `out` holds this export, complete or not. Fail if `out` holds something else."""
         request = self.identity(weights_sha256=checkpoint.sha256) if checkpoint else {}
-        return is_output(
-            Path(self.out), request, record=RECORD, key="request", kind="an export", field="out"
-        )
+        return is_output(Path(self.out), request, record=RECORD, key="request", kind="an export")
 
 
 def is_exported(settings: ExportSettings) -> bool:
