@@ -6,7 +6,7 @@ import os
 import random
 import re
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
