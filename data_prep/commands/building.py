@@ -16,7 +16,7 @@ from data_prep.exit_codes import FAILED, OK
 from data_prep.explain import Verbs
 from data_prep.interrupts import ANSWERED
 from data_prep.manifest import REJECTED_NAME, Manifest, load_rejected
-from data_prep.settings import S, dump
+from data_prep.settings import dump
 
 if TYPE_CHECKING:
     from data_prep.build.config import BuildSettings
@@ -140,16 +140,10 @@ def settings_to_build(options: argparse.Namespace) -> "BuildSettings":
     )
 
 
-def shown(settings: S) -> S:
-    """Return the settings for printing, without possible secrets."""
-    storage = getattr(settings, "storage", None)
-    return settings.model_copy(update={"storage": dict.fromkeys(storage, "...")} if storage else {})
-
-
 def _build(options: argparse.Namespace) -> int:
     settings = settings_to_build(options)
     if options.show:
-        print(dump(shown(settings)), end="")
+        print(dump(settings), end="")
         return OK
     if options.plan:
         from data_prep.build.tasks import plan_build
@@ -198,7 +192,7 @@ def _index(options: argparse.Namespace) -> int:
     splits = [f"splits.{split}={json.dumps(given)}" for split, given in patterns.items() if given]
     settings = settings_of(IndexSettings, options, splits)
     if options.show:
-        print(dump(shown(settings)), end="")
+        print(dump(settings), end="")
         return OK
 
     from data_prep.index.index import index
