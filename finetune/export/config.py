@@ -44,10 +44,6 @@ class ExportSettings(Settings):
     license: str = Field("unknown", pattern=r"^[a-z0-9][a-z0-9.-]*$")
     """License of the weights for the model card, as an identifier of the Hugging Face hub, for
     example apache-2.0."""
-    results_from: str | None = Field(None, examples=["runs"])
-    """Directory with evaluations, probes and fine-tuning runs of these weights. The model card
-    lists their results. Default: the directory that contains the run."""
-
     push_to: str | None = Field(None, examples=["user/mine"])
     """Hugging Face repository USER/NAME that gets the export as one commit. A missing repository is
     created. Log in with `hf auth login` or HF_TOKEN."""
