@@ -160,9 +160,6 @@ class ProbeSettings(FeatureSettings):
     """Fraction of the training split that is held out to choose the best candidate."""
     holdout_split: str | None = Field(None, examples=["holdout"])
     """Split for choosing the best candidate, instead of a fraction of the training split."""
-    refit: bool = True
-    """Train the chosen candidate again on the complete training split. No effect with
-    holdout_split."""
     seed: int = Field(0, ge=0)
     """Random seed of the sample order, the held-out samples and the views."""
 
