@@ -247,9 +247,6 @@ class KnnSettings(FeatureSettings):
     cosine distance."""
     temperature: float = Field(0.07, gt=0)
     """Temperature of the softmax weights."""
-    chunk_mb: int = Field(256, ge=1)
-    """Memory for blocks of features and similarities, in megabytes. The value changes only the
-    speed."""
 
     @model_validator(mode="after")
     def _numbers_make_sense(self) -> "KnnSettings":

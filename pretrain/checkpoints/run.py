@@ -66,7 +66,6 @@ MAY_CHANGE = (
     "features_dir",
     "features",
     "cache_gb",
-    "chunk_mb",
     "tracking.enabled",
     "tracking.peak_teraflops",
     "tracking.profile",
