@@ -19,7 +19,7 @@ from frame import arguments, print_table
 from pretrain.augment.augmentation import Prepared
 from pretrain.config import EngineSettings, OptimizerSettings
 from pretrain.data.order import BatchPlan
-from pretrain.engine.zero_cost import Training, bytes_sent, held
+from pretrain.engine.zero_cost import Training, bucket_bytes, bytes_sent, held
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.optim import build_optimizer
@@ -81,10 +81,7 @@ def measure(world: World, stage: int, precision: str) -> tuple[str, ...]:
     barrier()
     on_wire = (int(WIRE.read_text()) - began) / 3 / world.num_ranks
     training = Training(num_parameters, stage, precision, world.num_ranks, num_states=2)
-    formula = held(training)
-    wanted = formula.on_device - (
-        formula.bucket if stage < 3 else 0.0
-    )  # only stage 3 keeps the bucket after backward
+    wanted = held(training) - (bucket_bytes(training) if stage < 3 else 0)
     numbers = (most[0], wanted, on_wire, bytes_sent(training))
     return str(stage), precision, *(f"{number / num_parameters:.2f}" for number in numbers)
 

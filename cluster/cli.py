@@ -1,20 +1,12 @@
 """Command line of `wide-mlps init | list | run`. The script `cluster/submit` submits jobs."""
 
-import io
-import sys
-
 from cluster import init, plan
 from data_prep.exit_codes import run_command
 from data_prep.explain import Parser, Verbs, at_least, program
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = make_parser().parse_args(arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # like stderr: characters that the terminal lacks raise no error
-    return run_command("wide-mlps", options)
+    return run_command("wide-mlps", make_parser().parse_args(arguments))
 
 
 def make_parser() -> Parser:

@@ -186,7 +186,7 @@ def check_node(world: World, read: Sequence[str]) -> Steps:
     expected, visible = expected_gpus(os.environ), torch.cuda.device_count()
     if visible < expected:
         seen = f"torch sees {visible or 'none'} of its {expected} GPUs"
-        text = f"{seen}; see nvidia-smi on the node (PREFLIGHT_GPUS=ignore accepts it)"
+        text = f"{seen}; see nvidia-smi on the node (PREFLIGHT=0 skips all checks)"
         faults.append(["gpus" if visible else "no gpu", text])
         yield found
         return
@@ -215,9 +215,7 @@ def device_of(world: World, num_gpus: int) -> "torch.device":
 
 
 def expected_gpus(environment: Mapping[str, str]) -> int:
-    """Return the number of GPUs that SLURM gave to this process; 0 if PREFLIGHT_GPUS=ignore."""
-    if environment.get("PREFLIGHT_GPUS") == "ignore":
-        return 0
+    """Return the number of GPUs that SLURM gave to this process."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return int(environment.get("SLURM_GPUS_ON_NODE") or 0)

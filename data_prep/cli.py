@@ -1,8 +1,5 @@
 """Command line of `data_prep`; the commands are registered in `data_prep.commands`."""
 
-import io
-import sys
-
 from data_prep.commands import add_verbs
 from data_prep.exit_codes import run_command
 from data_prep.explain import Parser, program
@@ -11,9 +8,6 @@ from data_prep.interrupts import keep
 
 def main(arguments: list[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # escape what the terminal cannot show (file names), as stderr does
-        sys.stdout.reconfigure(errors="backslashreplace")
     keep(options.after_a_stop)
     return run_command("data_prep", options)
 

@@ -69,6 +69,8 @@ def install() -> None:
                 key: getattr(stream, key)
                 for key in ("encoding", "errors", "line_buffering", "write_through")
             }
+        if how["errors"] == "strict":  # like stderr: escape what the terminal cannot show
+            how["errors"] = "backslashreplace"
         buffer: Any = raw if how.get("write_through") else io.BufferedWriter(raw)
         setattr(sys, name, io.TextIOWrapper(buffer, **how))
         if name == "stdout":

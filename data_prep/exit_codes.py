@@ -14,21 +14,10 @@ import argparse
 import sys
 
 from data_prep.errors import UserError
-from data_prep.interrupts import INTERRUPTED
 from data_prep.limits import error_of_system, is_fixable
 from data_prep.publish import Busy
 
 OK, FAILED, BAD_INPUT, BUSY = 0, 1, 2, 75
-__all__ = [
-    "BAD_INPUT",
-    "BUSY",
-    "FAILED",
-    "INTERRUPTED",
-    "OK",
-    "exit_code_of",
-    "message_of",
-    "run_command",
-]
 
 _WRONG_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 

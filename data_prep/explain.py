@@ -184,11 +184,6 @@ def program(name: str, *, description: str, add_verbs: Callable[[Verbs], None]) 
         nargs="?",
         help="setting (or its last word), section or option to explain (default: all)",
     )
-    explain.add_argument(
-        "--json-schema",
-        action="store_true",
-        help="print the settings as a JSON schema, for editors",
-    )
     explain.set_defaults(run=partial(_explain, known), after_a_stop="nothing was changed")
     if shown := {word: verb for word, verb in known.items() if verb.get_default("show") is False}:
         example = (next(iter(shown.values())).epilog or "").partition("\n")[0]
@@ -474,13 +469,6 @@ def show(settings: Settings) -> int:
 
 def _explain(verbs: dict[str, Parser], options: argparse.Namespace) -> int:
     verb, key = verbs[options.verb], options.key
-    schema = schema_of(verb)
-    if options.json_schema:
-        if schema is None:
-            problem, fix = f"{options.verb} has no settings", f"see {verb.prog} --help"
-            raise SettingsError("--json-schema", problem, fix, code="conflict")
-        print(json_schema(schema), end="")
-        return 0
     known = [*options_of(verb), *settings_of(verb)]
     chosen = [each for each in known if key is None or each.is_meant_by(key.partition("=")[0])]
     if not chosen:

@@ -102,21 +102,6 @@ pretrain train runs/mine epochs=40"""  # noqa: E501 (a table)
     models.add_argument(
         "--match", default="*", metavar="GLOB", help="list only matching names, e.g. 'mixer_*'"
     )
-    models.add_argument(
-        "--omega", help="print sizes with this mean number of connections per layer, e.g. 2^18"
-    )
-    models.add_argument(
-        "--gamma",
-        type=float,
-        default=1.0,
-        help="hidden width / input width, for --omega (default: 1, the S-Mixer)",
-    )
-    models.add_argument(
-        "--channels", metavar="C,C,...", help="print Mixer sizes S and m for each C (needs --omega)"
-    )
-    models.add_argument(
-        "--density", metavar="P,P,...", help="print SW-MLP width m for each density (needs --omega)"
-    )
     models.epilog = "pretrain models --match 'mixer_*'"
     models.set_defaults(run=_models)
     words = "estimate a model's memory and time per step, and the fastest number of nodes"
@@ -344,26 +329,8 @@ def console() -> "Console":
 
 
 def _models(options: argparse.Namespace) -> int:
-    from pretrain.models.listing import (
-        list_models,
-        parse_numbers,
-        parse_power,
-        print_models,
-        print_widths,
-    )
+    from pretrain.models.listing import list_models, print_models
 
-    if options.omega:
-        channels, densities = options.channels, options.density
-        print_widths(
-            parse_power(options.omega),
-            gamma=options.gamma,
-            channels=parse_numbers(channels, field="--channels") if channels else [],
-            densities=(
-                parse_numbers(densities, field="--density", is_whole=False) if densities else []
-            ),
-            console=console(),
-        )
-        return OK
     rows, unfit = list_models(
         match=options.match, num_classes=options.classes, image_size=options.image_size
     )
@@ -378,7 +345,7 @@ def _estimate(options: argparse.Namespace) -> int:
     from pretrain.models.listing import parse_numbers
     from pretrain.models.presets import preset, spec_of
 
-    num_nodes = [int(count) for count in parse_numbers(options.nodes, field="--nodes")]
+    num_nodes = parse_numbers(options.nodes, field="--nodes")
     gbps = (options.internode_gbps, options.intranode_gbps)
     cluster = Cluster(options.gpus, *gbps, options.teraflops)
     classes, size, samples = options.classes, options.image_size, options.samples

@@ -570,26 +570,20 @@ class PassSettings(RanksSettings):
 
 
 class EngineSettings(PassSettings):
-    example_with: ClassVar = {"cuda_graphs": "{}compile=true {}zero_stage=0"}
     zero_stage: Literal[0, 1, 2, 3] = 1
     """State that ZeRO divides over the ranks. 0: nothing. 1: optimizer state. 2: also gradients. 3:
     also weights."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
     """Precision of forward and backward passes. tf32: fp32 storage, but GPUs multiply with a 10-bit
     mantissa. fp16: uses a dynamic loss scale, and skips steps that overflow."""
-    cuda_graphs: bool = False
-    """Capture the passes in CUDA graphs and replay them, for small models on GPUs. This needs
-    `compile`, stage 0 and one micro-batch per step. Not yet run on a GPU."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """State that is kept in CPU memory instead of GPU memory. optimizer: optimizer state and update
     (ZeRO stages 1 to 3). all: also weights (stage 3)."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "EngineSettings":
-        is_plain = self.compile and self.zero_stage == 0
         least = {"none": 0, "optimizer": 1, "all": 3}[self.offload]
         needs = {
-            "cuda_graphs": (is_plain, "engine.compile=true engine.zero_stage=0"),
             "compile": (self.zero_stage < 3, "engine.zero_stage=2"),
             "offload": (self.zero_stage >= least, f"engine.zero_stage={least}"),
         }

@@ -19,11 +19,11 @@ TARGETS = {
     "tests": 1_050_000,
 }
 CEILINGS = {
-    "data_prep": 446_500,
-    "pretrain": 639_400,
-    "finetune": 230_700,
+    "data_prep": 445_300,
+    "pretrain": 636_500,
+    "finetune": 230_300,
     "analysis": 226_200,
-    "cluster": 131_200,
+    "cluster": 130_900,
     "benchmarks": 175_300,
     "tests": 1_463_000,
 }

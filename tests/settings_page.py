@@ -41,7 +41,7 @@ An editor with the YAML language server completes and checks a config that begin
 # yaml-language-server: $schema=../schemas/train.json
 ```
 
-`make settings` writes one schema per command into `configs/schemas/`. `pretrain explain train --json-schema` prints a schema.
+`make settings` writes one schema per command into `configs/schemas/`.
 Bash completes commands, options and keys after this line. Zsh first needs `autoload -U bashcompinit; bashcompinit`.
 
 ```sh

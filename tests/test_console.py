@@ -75,3 +75,12 @@ def test_a_command_ends_as_with_any_console(
         done = subprocess.run(words, env=environment, check=False, **streams)
     assert done.returncode == code
     assert command not in WRITES or (tmp_path / "out" / WRITES[command]).exists()
+
+
+def test_a_character_that_the_terminal_lacks_is_escaped() -> None:
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    program = "from data_prep import console; console.install(); print('\u03a9')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, check=True, stdout=subprocess.PIPE
+    )
+    assert done.stdout == b"\\u03a9\n"

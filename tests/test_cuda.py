@@ -242,7 +242,6 @@ SAME_LOSS: dict[str, tuple[str, ...]] = {
     **{f"z{stage} compiled": (f"engine.zero_stage={stage}", BF16, "engine.compile=true") for stage in range(3)},
     **{f"z{stage} accumulated": (f"engine.zero_stage={stage}", BF16, "train.local_batch_size=32") for stage in range(4)},
     "tf32": ("engine.zero_stage=1", "engine.precision=tf32"),
-    "cuda graphs": ("engine.zero_stage=0", BF16, "engine.compile=true", "engine.cuda_graphs=true"),
     "z2 offload": ("engine.zero_stage=2", BF16, "engine.offload=optimizer"),
     "z3 offload": ("engine.zero_stage=3", BF16, "engine.offload=all"),
     "auto": ("engine.zero_stage=1", BF16, "train.local_batch_size=auto"),

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data_prep.exit_codes import INTERRUPTED
+from data_prep.interrupts import INTERRUPTED
 from pretrain.checkpoints.run import list_checkpoints
 from tests.forked import begin, environments, new_output, wait
 from tests.moments import Strike, wait_until

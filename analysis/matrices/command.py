@@ -66,21 +66,12 @@ def add_commands(verbs: Verbs) -> None:
     )
     filters.add_argument(
         "--which",
-        choices=["first", "largest", "all"],
+        choices=["first", "largest"],
         default="first",
         help="neurons to draw; largest: with the largest weights",
     )
     filters.add_argument(
-        "--count",
-        type=at_least(1),
-        default=25,
-        help="number of neurons for each run, except with --which all",
-    )
-    filters.add_argument(
-        "--color",
-        choices=["max", "furthest"],
-        default="max",
-        help="drawn weight of a pixel: the largest of its colors, or the furthest from 0",
+        "--count", type=at_least(1), default=25, help="number of neurons for each run"
     )
     filters.add_argument(
         "--init", action="store_true", help="also show the initial weights of each run"
@@ -127,9 +118,8 @@ def _masks(options: argparse.Namespace) -> Result:
 def _filters(options: argparse.Namespace) -> Result:
     _check_checkpoints(options)
     with doing("loading torch"):
-        from analysis.matrices.filters import FilterImages, filters
-    drawn = FilterImages(options.which, options.count, options.color)
-    return filters(options.runs, drawn, with_initial=options.init)
+        from analysis.matrices.filters import filters
+    return filters(options.runs, options.which, options.count, with_initial=options.init)
 
 
 def _check_checkpoints(options: argparse.Namespace) -> None:

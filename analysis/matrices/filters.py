@@ -32,7 +32,6 @@ from pretrain.checkpoints.files import load_weights
 from pretrain.tracking.pictures import (
     FIRST_LAYER,
     PANEL,
-    Color,
     draw_filters,
     filter_side,
     filters_of,
@@ -79,16 +78,7 @@ class Layer:
         )
 
 
-@dataclass(frozen=True)
-class FilterImages:
-    """Options of the image sheet: which neurons, how many, and the drawn color."""
-
-    which: str = "first"
-    num_filters: int = 25
-    color: Color = "max"
-
-
-def filters(runs: Sequence[Path], images: FilterImages, *, with_initial: bool) -> Result:
+def filters(runs: Sequence[Path], which: str, count: int, *, with_initial: bool) -> Result:
     opened = [Checkpoint.open(place) for place in runs]
     layers = list[Layer]()
     names = [name_of(each.run_dir or place) for place, each in zip(runs, opened, strict=True)]
@@ -107,7 +97,7 @@ def filters(runs: Sequence[Path], images: FilterImages, *, with_initial: bool) -
             layers.append(Layer(f"{name}, initial", weight, layer.side))
     rows = pd.concat([layer.locality for layer in layers], ignore_index=True)
     medians = rows.groupby("layer", sort=False)[[*MEASURES]].median()
-    figures = {"": sheet(layers, images), "locality": draw_locality(rows)}
+    figures = {"": sheet(layers, which, count), "locality": draw_locality(rows)}
     inputs = [each.directory for each in opened]
     table = medians.reset_index().rename(columns={"layer": "median over the neurons", **MEASURES})
     return Result(rows, medians.to_dict("index"), figures, inputs, [table])
@@ -125,21 +115,19 @@ def first_layer(opened: Checkpoint, name: str = "") -> Layer:
     return Layer(name, weights[FIRST_LAYER], side)
 
 
-def sheet(layers: Sequence[Layer], images: FilterImages) -> Image.Image:
-    sheets, count, color = [], images.num_filters, images.color
+def sheet(layers: Sequence[Layer], which: str, count: int) -> Image.Image:
+    """Draw the `which` ("first" or "largest") `count` neurons of each layer."""
+    sheets = []
     for layer in layers:
         weight, side = layer.weight_NF, layer.side
-        if images.which == "largest":
-            shown = strongest_filters(weight, side=side, count=count, color=color)
+        if which == "largest":
+            shown = strongest_filters(weight, side=side, count=count, color="max")
         else:
-            shown = filters_of(
-                weight[: count if images.which == "first" else None], side=side, color=color
-            )
-        words = {"largest": f"the {count} strongest", "first": f"the first {count}"}
-        title = f"{layer.name}: {words.get(images.which, f'all {len(shown):,}')} filters"
+            shown = filters_of(weight[:count], side=side, color="max")
+        title = f"{layer.name}: the {which} {len(shown):,} filters"
         columns = int(np.ceil(len(shown) ** 0.5))
         panel = max(side + 14, min(PANEL, 1800 // columns))
-        sheets.append(draw_filters(shown, columns=columns, title=title, panel=panel, color=color))
+        sheets.append(draw_filters(shown, columns=columns, title=title, panel=panel, color="max"))
     starts = np.cumsum([0, *(each.width + _GAP for each in sheets)]).tolist()
     whole = Image.new("RGB", (starts[-1] - _GAP, max(each.height for each in sheets)), PAPER)
     for start, each in zip(starts, sheets, strict=False):

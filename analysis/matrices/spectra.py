@@ -136,7 +136,7 @@ def distance(values: Array, *, ratio: float) -> float:
 
 
 @lru_cache(maxsize=64)
-def marchenko_pastur(ratio: float, num_points: int = 8192) -> tuple[Array, Array]:
+def marchenko_pastur(ratio: float) -> tuple[Array, Array]:
     """Return x and the fraction of squared singular values below x times their mean. `ratio`: the
     shorter side of the matrices divided by the longer side.
 
@@ -144,7 +144,7 @@ def marchenko_pastur(ratio: float, num_points: int = 8192) -> tuple[Array, Array
     ratio 1 the density is infinite at 0. Therefore the integral is over the angle t in
     x = 1 + ratio - 2 sqrt(ratio) cos t.
     """
-    edges = np.linspace(0, np.pi, num_points + 1)
+    edges = np.linspace(0, np.pi, 8193)
     middles = (edges[1:] + edges[:-1]) / 2
     x = 1 + ratio - 2 * np.sqrt(ratio) * np.cos(middles)
     fractions = np.concatenate([[0.0], np.cumsum(np.sin(middles) ** 2 / x)])

@@ -46,7 +46,7 @@ EXECUTION = (
     *("train.local_batch_size", "train.seed", "train.eval_every", "train.log_every_steps"),
     *("train.max_skipped_steps", "train.loader_threads", "train.prefetch_batches"),
     *("engine.*timeout_s", "engine.lock_wait_s", "engine.activation_checkpointing"),
-    *("engine.compile", "engine.zero_stage", "engine.cuda_graphs", "engine.offload"),
+    *("engine.compile", "engine.zero_stage", "engine.offload"),
     *("command", "seed", "seeds", "local_batch_size", "include_plain", "model.storage"),
     *("feature_*", "features", "features_dir", "cache_gb", "tolerance"),
 )

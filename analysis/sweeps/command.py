@@ -6,7 +6,7 @@ from analysis.command import add_command, add_points
 from analysis.output import Result
 from data_prep.errors import UserError
 from data_prep.explain import Verbs
-from pretrain.models.listing import parse_power
+from pretrain.models.listing import parse_numbers, parse_power
 
 
 def add_commands(verbs: Verbs) -> None:
@@ -67,6 +67,7 @@ def add_commands(verbs: Verbs) -> None:
         help="connections of a layer, comma-separated",
     )
     widths.add_argument("--gamma", type=float, default=1.0, help="hidden width divided by width")
+    widths.add_argument("--channels", help="print the Mixer of each C, e.g. 16,32")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -96,6 +97,7 @@ def _widths(options: argparse.Namespace) -> Result:
     if not options.omega:
         raise UserError("--omega", "no number is given", "give 2^18", code="missing-value")
     omegas = {name: parse_power(name) for name in options.omega}
+    channels = parse_numbers(options.channels, field="--channels") if options.channels else ()
     from analysis.sweeps.widths import widths
 
-    return widths(omegas, options.gamma)
+    return widths(omegas, options.gamma, channels)

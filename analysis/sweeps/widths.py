@@ -1,7 +1,7 @@
 """Figure 3 of the Mixer paper: width m, and density p of a SW-MLP of that width, against C at a
 fixed Omega."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pandas as pd
@@ -14,10 +14,11 @@ LEAST = 4
 """Smallest number of tokens, and of channels."""
 
 
-def widths(omegas: Mapping[str, float], gamma: float) -> Result:
+def widths(omegas: Mapping[str, float], gamma: float, channels: Iterable[int] = ()) -> Result:
+    """Return the shapes of Mixers. Print the widest Mixer, and a Mixer for each of `channels`."""
     from analysis.sweeps.pictures import draw_widths
 
-    frames = []
+    frames, printed = list[pd.DataFrame](), list[pd.DataFrame]()
     for name, omega in omegas.items():
         side = int(widest_side(omega, gamma=gamma))
         if side <= LEAST:
@@ -25,13 +26,16 @@ def widths(omegas: Mapping[str, float], gamma: float) -> Result:
             fix = f"give {gamma * (LEAST + 1) ** 3:g} or more"
             raise UserError("--omega", problem, fix, code="bad-value")
         narrow = np.unique(np.geomspace(LEAST, side, 60).round()).astype(int).tolist()
-        shapes = {(side, tokens_for(omega, num_channels=side, gamma=gamma)) for side in narrow}
-        shapes |= {
-            (tokens, channels) for channels, tokens in shapes
-        }  # the mirrored shape has the same Omega
-        rows = pd.DataFrame(sorted(shapes), columns=["channels", "tokens"])
-        rows["width"] = rows.channels * rows.tokens
-        rows["density"] = omega / (gamma * rows.width.astype(float) ** 2)
-        frames.append(rows.assign(omega_name=name, omega=omega, gamma=gamma))
+        shapes, chosen = (
+            [(each, tokens_for(omega, num_channels=each, gamma=gamma)) for each in numbers]
+            for numbers in (narrow, [side, *channels])
+        )
+        mirrored = [shape[::-1] for shape in shapes]  # the mirrored shape has the same Omega
+        for found, kept in ((sorted({*shapes, *mirrored}), frames), (chosen, printed)):
+            rows = pd.DataFrame(found, columns=["channels", "tokens"])
+            rows["width"] = rows.channels * rows.tokens
+            rows["density"] = omega / (gamma * rows.width.astype(float) ** 2)
+            kept.append(rows.assign(omega_name=name, omega=omega, gamma=gamma))
     rows = pd.concat(frames, ignore_index=True)
-    return Result(rows, {"omega": omegas, "gamma": gamma}, {"": draw_widths(rows)})
+    facts = {"omega": omegas, "gamma": gamma}
+    return Result(rows, facts, {"": draw_widths(rows)}, printed=[pd.concat(printed)])

@@ -68,16 +68,16 @@ B6, B12, PUBLIC = SMALL.label, LARGE.label, "public checkpoints"
 W, W_C3 = spec_of("mixer_b_w"), spec_of("mixer_b_w_c3")
 
 
-def _fig6(
-    omega: str, target: str, length: str, shapes: dict[int, int], preset: str = "smixer_c128"
-) -> Table:
+def _fig6(omega: str, target: str, length: str, shapes: dict[int, int]) -> Table:
     """Return the table of the S-Mixers in Table S.2 and of their RP variants. The paper prints
     settings, and draws the errors in Figure 6. `shapes`: C -> S."""
     rows = tuple(
         Row(
             f"S {tokens}, C {channels}{', RP' if prefix else ''}",
             method="scratch",
-            model=spec_of(f"{prefix}{preset}", num_channels=channels, num_tokens=tokens, depth=12),
+            model=spec_of(
+                f"{prefix}smixer_c128", num_channels=channels, num_tokens=tokens, depth=12
+            ),
             length=length,
         )
         for channels, tokens in shapes.items()

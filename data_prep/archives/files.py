@@ -77,10 +77,10 @@ def changed_in_folder(
     return sorted(f"{container.path}/{name}".lstrip("/") for name in names)
 
 
-def only_folders(place: Path, *, of: str, fix: str = "move them into folders") -> list[str]:
+def only_folders(place: Path, *, fix: str = "move them into folders") -> list[str]:
     """Return the folders in `place`. Raise SourceError if `place` also contains image files."""
     folders, files = folders_and_files(place)
-    refuse_loose_images(place, files, of=of, fix=fix)
+    refuse_loose_images(place, files, of="class", fix=fix)
     return folders
 
 

@@ -62,9 +62,8 @@ class TooManyRejected(UserError):  # noqa: N818
     manifest: Manifest
 
 
-def merge(directory: Path, *, num_workers: int, trust: bool = False) -> Manifest:
-    """Finish the dataset that array tasks have written. `trust`: do not check the hashes of the
-    shards."""
+def merge(directory: Path, *, num_workers: int) -> Manifest:
+    """Finish the dataset that array tasks have written."""
     if not (directory / PARTS).is_dir() and not (directory / MANIFEST_NAME).exists():
         raise UserError(
             str(directory),
@@ -79,7 +78,7 @@ def merge(directory: Path, *, num_workers: int, trust: bool = False) -> Manifest
             manifest = load_manifest(directory)
         else:
             refuse_damaged(work)
-            records = _verified_records(work, num_workers=num_workers, trust=trust)
+            records = _verified_records(work, num_workers=num_workers)
             source = open_source_of(work.settings)
             if _is_reachable(work.settings):
                 with Pool(num_workers) as pool:
@@ -146,7 +145,7 @@ def _changed_source(source: Source, directory: Path, stamp: str, numbers: range)
     return {(len(names), tuple(names[:NUM_NAMED])) for names in changed if names}
 
 
-def _verified_records(work: Workplan, *, num_workers: int, trust: bool) -> list[ShardRecord]:
+def _verified_records(work: Workplan, *, num_workers: int) -> list[ShardRecord]:
     directory, names = work.directory, [plan.name for plan in work.shards]
     if strangers := sorted({path.stem for path in directory.glob("*.tar")} - set(names)):
         problem, fix = (
@@ -154,7 +153,7 @@ def _verified_records(work: Workplan, *, num_workers: int, trust: bool) -> list[
             "move it elsewhere, then merge",
         )
         raise UserError(str(directory), problem, fix, code="conflict")
-    check = partial(finished_record, directory, plan_hash=work.parts_id, trust=trust)
+    check = partial(finished_record, directory, plan_hash=work.parts_id)
     found = sweep(check, names, title="verifying parts", unit="shards", workers=num_workers)
     records = [
         record

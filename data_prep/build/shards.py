@@ -146,11 +146,9 @@ def count_labels(labels: NDArray[np.int64]) -> dict[str, int]:
     return {str(label): int(count) for label, count in zip(seen, counts, strict=True)}
 
 
-def finished_record(
-    directory: Path, name: str, *, plan_hash: str, trust: bool = False
-) -> ShardRecord | None:
+def finished_record(directory: Path, name: str, *, plan_hash: str) -> ShardRecord | None:
     """Return the record of a finished shard of the build `plan_hash`, or None if the record or a
-    file is missing or damaged. `trust`: compare only the size of the tar."""
+    file is missing or damaged."""
     try:
         record = read_record(directory, name, ShardRecord)
         shard = record.shard
@@ -164,8 +162,7 @@ def finished_record(
             shard.paths_file: shard.paths_sha256,
         }
         for file, sha256 in hashes.items():
-            path = directory / file
-            if not (path.is_file() if trust else sha256_of(path) == sha256):
+            if sha256_of(directory / file) != sha256:
                 return None
     except (OSError, ValueError):
         return None

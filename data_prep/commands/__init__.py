@@ -118,21 +118,12 @@ def counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
 
-def print_table(
-    heads: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None
-) -> None:
+def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print text left-aligned, and numbers right-aligned with thousands separators."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        pad_edge=False,
-        header_style="dim",
-    )
+    table = Table(box=None, pad_edge=False, header_style="dim")
     for column, head in enumerate(heads):
         numeric = bool(rows) and all(isinstance(row[column], int | float) for row in rows)
         table.add_column(head, justify="right" if numeric else "left", overflow="fold")

@@ -73,11 +73,6 @@ def add_verbs(verbs: Verbs) -> None:
     how = {"after_a_stop": GOES_ON, "examples": "data_prep merge data/mine"}
     merge = add_verb(verbs, "merge", _merge, "workers", "json", help=words, **how)
     merge.add_argument("dataset", type=Path, help="dataset directory that the tasks wrote")
-    merge.add_argument(
-        "--skip-verify",
-        action="store_true",
-        help="check only the sizes of shards, not their hashes",
-    )
     words = "make a dataset of existing WebDataset shards (local, http, s3) without changing them"
     examples = "data_prep index --out data/theirs --train 'shards/{000..146}.tar' label=json:class"
     how = {
@@ -181,7 +176,7 @@ def _merge(options: argparse.Namespace) -> int:
     from data_prep.build.merge import merge
 
     def publish() -> Manifest:
-        return merge(options.dataset, num_workers=options.workers, trust=options.skip_verify)
+        return merge(options.dataset, num_workers=options.workers)
 
     return _published(publish, options.dataset, as_json=options.json)
 

@@ -37,7 +37,7 @@ class IndexSettings(Settings):
     """The dataset directory (a path, not a URL). The shards are not copied."""
     name: str | None = Field(None, examples=["their-pictures"])
     """Dataset name in manifests and reports (default: the last part of `out`)."""
-    storage: dict[str, Any] = Field(default_factory=dict, examples=[{"anon": True}])
+    storage: dict[str, Any] = Field(default_factory=dict, exclude=True, examples=[{"anon": True}])
     """Options for fsspec, for example {anon: true} or {endpoint_url: ...} for s3, {params: {key:
     ...}} for http. Options are never written to disk."""
     num_attempts: int = Field(NUM_ATTEMPTS, ge=1)

@@ -75,7 +75,7 @@ class FolderSource(Source, of=FolderSettings):
             beside = ((file.name, stamp_of([file])),)
             return Outline(classes, (Container(path="", split="train"),), beside)
         give_table = "move them into class folders, or name a table: source.labels=FILE.csv"
-        top = only_folders(self.path, of="class", fix=give_table)
+        top = only_folders(self.path, fix=give_table)
         splits = [name for name in SPLIT_NAMES if name in top]
         others = [name for name in top if name not in splits]
         if splits and others:
@@ -85,10 +85,7 @@ class FolderSource(Source, of=FolderSettings):
             fix = f"rename or move {others[0]}/"
             raise SourceError("source.path", problem, fix, code="unknown-format")
         prefixes = {name: f"{name}/" for name in splits} or {"train": ""}
-        names = {
-            split: only_folders(self.path / prefix, of="class")
-            for split, prefix in prefixes.items()
-        }
+        names = {split: only_folders(self.path / prefix) for split, prefix in prefixes.items()}
         for split, found in names.items():
             if not found:
                 problem = f"{self.path / prefixes[split]} contains no class folders"

@@ -44,10 +44,6 @@ class ExportSettings(Settings):
     license: str = Field("unknown", pattern=r"^[a-z0-9][a-z0-9.-]*$")
     """License of the weights for the model card, as an identifier of the Hugging Face hub, for
     example apache-2.0."""
-    results_from: str | None = Field(None, examples=["runs"])
-    """Directory with evaluations, probes and fine-tuning runs of these weights. The model card
-    lists their results. Default: the directory that contains the run."""
-
     push_to: str | None = Field(None, examples=["user/mine"])
     """Hugging Face repository USER/NAME that gets the export as one commit. A missing repository is
     created. Log in with `hf auth login` or HF_TOKEN."""
@@ -89,9 +85,7 @@ class ExportSettings(Settings):
     def is_begun(self, checkpoint: Checkpoint | None) -> bool:
         """True if `out` holds this export, complete or not. Fail if `out` holds something else."""
         request = self.identity(weights_sha256=checkpoint.sha256) if checkpoint else {}
-        return is_output(
-            Path(self.out), request, record=RECORD, key="request", kind="an export", field="out"
-        )
+        return is_output(Path(self.out), request, record=RECORD, key="request", kind="an export")
 
 
 def is_exported(settings: ExportSettings) -> bool:

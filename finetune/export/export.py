@@ -52,10 +52,8 @@ def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
     place = (run.directory if run else source.home).parent
     if (place / CONFIG_FILE).exists():  # a repetition: use the directory that contains its group
         place = place.parent
-    places = [Path(settings.results_from) if settings.results_from else place]
-    results = results_of(
-        source.directory, run, step=card.step, places=[*places, *([run.directory] if run else [])]
-    )
+    places = [place, run.directory] if run else [place]
+    results = results_of(source.directory, run, step=card.step, places=places)
     facts = Facts(card, run, results, num_parameters(model), source.sha256, settings)
     try:
         with atomic_directory(out) as directory, torch.no_grad():

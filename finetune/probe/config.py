@@ -160,9 +160,6 @@ class ProbeSettings(FeatureSettings):
     """Fraction of the training split that is held out to choose the best candidate."""
     holdout_split: str | None = Field(None, examples=["holdout"])
     """Split for choosing the best candidate, instead of a fraction of the training split."""
-    refit: bool = True
-    """Train the chosen candidate again on the complete training split. No effect with
-    holdout_split."""
     seed: int = Field(0, ge=0)
     """Random seed of the sample order, the held-out samples and the views."""
 
@@ -250,9 +247,6 @@ class KnnSettings(FeatureSettings):
     cosine distance."""
     temperature: float = Field(0.07, gt=0)
     """Temperature of the softmax weights."""
-    chunk_mb: int = Field(256, ge=1)
-    """Memory for blocks of features and similarities, in megabytes. The value changes only the
-    speed."""
 
     @model_validator(mode="after")
     def _numbers_make_sense(self) -> "KnnSettings":

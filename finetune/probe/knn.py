@@ -34,6 +34,8 @@ _CLOSEST = 1e-6
 _GRID, _MOST_ROWS = 2**23, 2**29
 """Number of similarity steps in 0..1, and largest number of training rows. A key is similarity *
 _GRID * _MOST_ROWS - row. Keys are below 2^53, so doubles represent them exactly."""
+BLOCK_BYTES = 256_000_000
+"""Memory for blocks of features and similarities."""
 _MOST_TRAINING = 2048
 """Largest number of training rows in a block. Larger blocks are not faster."""
 
@@ -81,10 +83,7 @@ def accuracies(
     counts, size, group = sorted(settings.neighbors), len(test), PatientGroup()
     first, end = (size * rank // world.num_ranks for rank in (world.rank, world.rank + 1))
     num_queries, num_training = block_sizes(
-        settings.chunk_mb * 1_000_000,
-        num_features=train.num_features,
-        num_classes=num_classes,
-        count=counts[-1],
+        BLOCK_BYTES, num_features=train.num_features, num_classes=num_classes, count=counts[-1]
     )
     placed_TD = None
     if device.type == "cuda":  # copy the table if it takes less than half of the free memory

@@ -2,8 +2,9 @@
 
 1. Features of the training and test split are read from disk, or computed (features.py, source.py).
 2. Each rank trains its fraction of the candidates and evaluates them on held-out samples.
-3. The first rank trains the best candidate again on the complete training split (setting refit),
-   and evaluates it once on the test split. It saves the model as a checkpoint, then result.json.
+3. The first rank trains the best candidate again on the complete training split (unless
+   holdout_split is set), and evaluates it once on the test split. It saves the model as a
+   checkpoint, then result.json.
 
 Shapes: D features, E rows of a head (heads.py), K classes, B batch.
 """
@@ -114,9 +115,8 @@ def choose_and_test(
         return None
     PROGRESS.mark("training the best head again")
     head = heads.get(best.candidate)
-    if head is None or source.are_shared or (settings.refit and settings.holdout_split is None):
-        if settings.refit:
-            rows = source.rows("train", standard=standard)
+    if head is None or source.are_shared or settings.holdout_split is None:
+        rows = source.rows("train", standard=standard)
         (head,) = heads_of(rows, [best.candidate], settings=settings, num_classes=num_classes)
     classifier = folded(head.weights_EK, standard)
     result = scores_on_test(classifier, source.rows("test", standard=unscaled))

@@ -126,8 +126,8 @@ class Rows:
             PROGRESS.touch()
             yield self._finished(values_BD), labels_B
 
-    def chunks(self, *, view: int = 0, size: int = CHUNK) -> Iterator[tuple[Tensor, Tensor]]:
-        return self.epoch(view, np.arange(self.num_rows), batch_size=size)
+    def chunks(self, *, size: int = CHUNK) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.epoch(0, np.arange(self.num_rows), batch_size=size)
 
     def _finished(self, values_BD: Tensor) -> Tensor:
         if len(self._buffer_BE) < len(values_BD):

@@ -61,7 +61,7 @@ def _import(options: argparse.Namespace) -> int:
     if options.classes is not None and not options.classes.isdigit():
         names_of(options.classes)  # before torch is imported
     if not (options.out / CONFIG).exists():
-        is_output(options.out, {}, record=CONFIG, kind="these weights", field="out")
+        is_output(options.out, {}, record=CONFIG, kind="these weights")
     with doing("loading torch"):
         from finetune.weights.importing import import_weights
 

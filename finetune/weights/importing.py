@@ -79,7 +79,7 @@ def import_weights(given: argparse.Namespace) -> list[str]:
         ),
         **facts,
     )
-    if is_output(given.out, config_of(card), record=CONFIG, kind="these weights", field="out"):
+    if is_output(given.out, config_of(card), record=CONFIG, kind="these weights"):
         Checkpoint.open(given.out)
     else:
         save_folder(given.out, card=card, weights=foreign.weights)

@@ -66,7 +66,6 @@ MAY_CHANGE = (
     "features_dir",
     "features",
     "cache_gb",
-    "chunk_mb",
     "tracking.enabled",
     "tracking.peak_teraflops",
     "tracking.profile",
@@ -75,7 +74,6 @@ MAY_CHANGE = (
     "engine.offload",
     "engine.activation_checkpointing",
     "engine.compile",
-    "engine.cuda_graphs",
     "engine.timeout_s",
     "engine.heartbeat_timeout_s",
     "engine.hang_timeout_s",
@@ -283,29 +281,23 @@ _ANOTHER = "choose another run_dir"
 
 
 def is_output(
-    directory: Path,
-    wanted: Mapping[str, Any],
-    *,
-    record: str,
-    key: str | None = None,
-    kind: str,
-    field: str,
+    directory: Path, wanted: Mapping[str, Any], *, record: str, key: str | None = None, kind: str
 ) -> bool:
     """Return True if the directory has this output, False if it is free. Raise SettingsError for
     other content, because an output appears atomically.
 
     `wanted`: required content of the file `record`, or of its entry `key`.
     """
-    path, fix = directory / record, f"choose another {field}"
+    path, fix = directory / record, "choose another out"
     if not path.exists():
         if directory.is_file() or any(directory.glob("*")):
-            raise SettingsError(field, f"{directory} exists and is not {kind}", fix, code="exists")
-        check_place(directory, field=field)
+            raise SettingsError("out", f"{directory} exists and is not {kind}", fix, code="exists")
+        check_place(directory, field="out")
         return False
     begun = _read_record(path, fix=fix)
     if changes := differences(begun if key is None else begun.get(key, {}), wanted):
         problem = f"{directory} belongs to {kind} with other settings ({changes})"
-        raise SettingsError(field, problem, fix, code="exists")
+        raise SettingsError("out", problem, fix, code="exists")
     return True
 
 

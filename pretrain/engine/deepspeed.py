@@ -26,7 +26,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from data_prep.errors import SettingsError, UserError
+from data_prep.errors import UserError
 from pretrain.augment.augmentation import Prepared
 from pretrain.config import EngineSettings
 from pretrain.data.order import BatchPlan
@@ -144,14 +144,8 @@ class DeepSpeedEngine:
         self._average: WeightAverage | None = None
         if ema_decay is not None:
             self._average = WeightAverage(self._state.weights(), decay=ema_decay)
-        if settings.compile and not settings.cuda_graphs:
+        if settings.compile:
             compile_blocks(self._engine.module)
-        elif settings.compile:
-            if plan.accumulation_steps > 1:  # each replay overwrites the gradients
-                problem = f"true is not valid with {plan.accumulation_steps} micro-batches a step"
-                fix = "remove train.local_batch_size, or set cuda_graphs=false"
-                raise SettingsError("engine.cuda_graphs", problem, fix, code="bad-value")
-            self._engine.module.compile(mode="reduce-overhead", dynamic=False)
 
     def _loss_scaler(self) -> Any:
         """Return DeepSpeed's loss scaler, or a new one at stage 0, where DeepSpeed has none."""

@@ -131,7 +131,7 @@ def engine_bytes(model: nn.Module, *, settings: PretrainSettings, num_ranks: int
         ema=settings.train.ema_decay is not None,
         offload=engine.offload,
     )
-    total, itemsize = held(training).on_device, DTYPES[engine.precision].itemsize
+    total, itemsize = held(training), DTYPES[engine.precision].itemsize
     if engine.zero_stage == 0:  # gradients that ranks exchange; autocast's copies of the weights
         total += num_weights * (4 + (itemsize if itemsize < 4 else 0))
     if engine.zero_stage == 3:  # gathered weights

@@ -61,31 +61,26 @@ class Training:
         return 4 if self.stage == 0 or self.precision in ("fp32", "tf32") else 2
 
 
-@dataclass(frozen=True)
-class Held:
-    """Bytes that a rank holds on its device."""
-
-    on_device: float
-    bucket: float
-    """Bytes of communication buckets, included in `on_device`. Only stage 3 keeps them between two
-    steps."""
-
-
-def held(training: Training) -> Held:
+def held(training: Training) -> float:
+    """Return the bytes that a rank holds on its device, including communication buckets."""
     size, each, stage = training.num_parameters, training.bytes_per_weight, training.stage
     share = size if stage == 0 else size / training.num_ranks
     weights = each * (share if stage == 3 else size)
     shards = 4.0 * share * ((stage > 0) + training.num_states + training.ema)
     gradients = _gradients_at_stage_1(training) if stage == 1 else 4 * share
-    bucket = 0.0
-    if stage > 0:
-        num_buckets = 2 if stage < 3 and training.num_ranks > 1 else 1
-        bucket = float(num_buckets * each * bucket_elements(size))
     if training.offload != "none":  # offloaded state is in host memory
         shards, gradients = 0.0, 0.0 if stage >= 2 else gradients
     if training.offload == "all":
         weights = 0
-    return Held(weights + shards + gradients + bucket, bucket)
+    return weights + shards + gradients + bucket_bytes(training)
+
+
+def bucket_bytes(training: Training) -> float:
+    """Return the bytes of communication buckets. Only stage 3 keeps them between two steps."""
+    if training.stage == 0:
+        return 0
+    num_buckets = 2 if training.stage < 3 and training.num_ranks > 1 else 1
+    return num_buckets * training.bytes_per_weight * bucket_elements(training.num_parameters)
 
 
 def _gradients_at_stage_1(training: Training) -> float:
@@ -244,7 +239,7 @@ def print_plan(plan: Plan, num_nodes: Sequence[int], console: "Console") -> None
         table.add_row(
             str(count),
             f"{plan.global_batch_size / trainings[0].num_ranks:,.0f}",
-            " ".join(f"{held(each).on_device / 1e9:4.2f}" for each in trainings),
+            " ".join(f"{held(each) / 1e9:4.2f}" for each in trainings),
             " ".join(f"{bytes_sent(each) / 1e6:5,.0f}" for each in trainings),
             f"{plan.compute_s(count) * 1e3:.1f}",
             f"{step_s * 1e3:.1f}",

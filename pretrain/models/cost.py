@@ -264,12 +264,6 @@ def widest_side(omega: float, *, gamma: float = 1.0) -> float:
     return math.cbrt(omega / gamma)
 
 
-def sparse_width(omega: float, *, density: float, gamma: float = 1.0) -> int:
-    """Return the width m of a SW-MLP with Omega = p gamma m^2."""
-    _check_positive(omega=omega, gamma=gamma, density=density)
-    return max(1, round(math.sqrt(omega / (density * gamma))))
-
-
 def width_and_connections(spec: AnySpec, *, image_size: int) -> tuple[int | None, float | None]:
     """Return the width m, and Omega for the actual (rounded) hidden sizes. A value is None if the
     papers do not define it for the model.

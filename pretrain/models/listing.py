@@ -1,25 +1,16 @@
-"""Print `pretrain models`: the named models with their costs or, for `--omega`, sizes with a given
-mean number of connections per layer."""
+"""Print `pretrain models`: the named models with their costs."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import zip_longest
 
 from rich.console import Console
 from rich.table import Table
 
 from data_prep.errors import UserError
 from data_prep.settings import nearest
-from pretrain.models.cost import (
-    Cost,
-    cost_of,
-    sparse_width,
-    tokens_for,
-    widest_side,
-    width_and_connections,
-)
+from pretrain.models.cost import Cost, cost_of, width_and_connections
 from pretrain.models.presets import PRESETS, spec_of
 from pretrain.models.spec import AnySpec, MixerSpec, SparseMlpSpec
 
@@ -99,7 +90,7 @@ def print_models(rows: Sequence[ModelRow], unfit: Sequence[str], console: Consol
         members = [row.cells for row in rows if row.spec.kind == family]
         if members:
             console.print(title, style="bold")
-            console.print(_table(COLUMNS, members, sizes=sizes, style="dim"))
+            console.print(_table(members, sizes))
             console.print()
     console.print(
         "MACs: one image's forward pass (papers call a MAC a FLOP). Omega: mean number of"
@@ -111,40 +102,9 @@ def print_models(rows: Sequence[ModelRow], unfit: Sequence[str], console: Consol
         console.print(f"Skipped (image size is not supported): {', '.join(unfit)}.")
 
 
-def print_widths(
-    omega: float,
-    *,
-    gamma: float,
-    channels: Sequence[float],
-    densities: Sequence[float],
-    console: Console,
-) -> None:
-    if wrong := [density for density in densities if density > 1]:
-        raise UserError(
-            "--density", f"{wrong[0]:g} is not valid", "use at most 1", code="bad-value"
-        )
-    mixers = [(c, tokens_for(omega, num_channels=int(c), gamma=gamma)) for c in channels]
-    sparse = [(density, sparse_width(omega, density=density, gamma=gamma)) for density in densities]
-    side = widest_side(omega, gamma=gamma)
-    console.print(f"Omega = {omega:,.0f}, gamma = {gamma:g}", style="bold")
-    console.print(f"widest mixer: S = C = {side:.1f}, m = {side**2:,.0f}")
-    if mixers:
-        cells = [(f"{c:,.0f}", f"{tokens:,}", f"{c * tokens:,.0f}") for c, tokens in mixers]
-        console.print(_table(("C", "S", "m = S C"), cells))
-    if sparse:
-        cells = [(f"{density:g}", f"{1 - density:g}", f"{width:,}") for density, width in sparse]
-        console.print(_table(("p", "1 - p", "m of a SW-MLP"), cells))
-
-
-def _table(
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    sizes: Sequence[int] = (),
-    style: str = "bold",
-) -> Table:
-    table = Table(box=None, pad_edge=False, header_style=style)
-    for word, size in zip_longest(columns, sizes):
+def _table(rows: Sequence[Sequence[str]], sizes: Sequence[int]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for word, size in zip(COLUMNS, sizes, strict=True):
         table.add_column(
             word,
             justify="left" if word in ("name", "source") else "right",
@@ -180,15 +140,9 @@ def parse_power(text: str) -> float:
     return value
 
 
-def parse_numbers(text: str, *, field: str, is_whole: bool = True) -> list[float]:
-    pattern = r"[1-9]\d*" if is_whole else r"\d*\.?\d+"
+def parse_numbers(text: str, *, field: str) -> list[int]:
     words = [word.strip() for word in text.split(",")]
-    wrong = [word for word in words if not (re.fullmatch(pattern, word) and float(word) > 0)]
-    if wrong:
-        raise UserError(
-            field,
-            f"{wrong[0]!r} is not valid",
-            f"write numbers with commas between them, e.g. {'16,32' if is_whole else '0.1,0.5'}",
-            code="bad-value",
-        )
-    return [float(word) for word in words]
+    if wrong := [word for word in words if not re.fullmatch(r"[1-9]\d*", word)]:
+        fix = "write numbers with commas between them, e.g. 16,32"
+        raise UserError(field, f"{wrong[0]!r} is not valid", fix, code="bad-value")
+    return [int(word) for word in words]

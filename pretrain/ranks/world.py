@@ -6,7 +6,7 @@ import os
 import random
 import re
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -58,18 +58,18 @@ class Peer:
         return f"rank {self.rank} (node {self.node}, pid {self.pid})"
 
 
-def rank_of(environment: Mapping[str, str] = os.environ) -> int:
+def rank_of() -> int:
     """Return the rank of this process from RANK or SLURM_PROCID, for example to print a message
     once."""
-    return int(environment.get("RANK") or environment.get("SLURM_PROCID") or 0)
+    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
 
 
-def read_alone(environment: MutableMapping[str, str] = os.environ) -> World:
+def read_alone() -> World:
     """Return the world of a process that joins no other process, even if torchrun or SLURM started
     several of them."""
-    _fill_in_torch(environment)
-    environment.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    return World(rank=0, local_rank=0, num_ranks=1, num_cores=_cores_per_rank(environment))
+    _fill_in_torch(os.environ)
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    return World(rank=0, local_rank=0, num_ranks=1, num_cores=_cores_per_rank(os.environ))
 
 
 def _fill_in_torch(environment: MutableMapping[str, str]) -> None:

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from analysis.cli import main
-from analysis.matrices.filters import FilterImages, Layer, first_layer, sheet
+from analysis.matrices.filters import Layer, first_layer, sheet
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.models.spec import StructuredMlpSpec
 from pretrain.tracking.pictures import HEAD, Color, filters_of
@@ -50,9 +50,7 @@ def test_a_mixers_filters_are_those_of_one_patch(tmp_path: Path) -> None:
     assert filters[1, 2, 3] == 48 + 32 + 2 * 4 + 3  # the last color has the largest
 
 
-@pytest.mark.parametrize(
-    ("num_neurons", "which", "columns"), [(6, "first", 3), (40, "largest", 5), (40, "all", 7)]
-)
+@pytest.mark.parametrize(("num_neurons", "which", "columns"), [(6, "first", 3), (40, "largest", 5)])
 def test_checkpoints_are_side_by_side(
     tmp_path: Path, capsys: Capture, num_neurons: int, which: str, columns: int
 ) -> None:
@@ -65,11 +63,11 @@ def test_checkpoints_are_side_by_side(
     left = both[:, : columns * 144]
     np.testing.assert_array_equal(left, both[:, columns * 144 + 24 :])  # one checkpoint twice
     # by default the maximum over colors, as Scaling MLPs draws it (Appendix B)
-    expected = sheet([Layer("", stem, 4)], FilterImages(which, 25, "max"))
+    expected = sheet([Layer("", stem, 4)], which, 25)
     np.testing.assert_array_equal(left, np.asarray(expected)[HEAD:])
     # a panel is white only if it has no neuron
     panels = left.reshape(columns, 144, columns, 144, 3).min(axis=(1, 3, 4))
-    assert (panels < 255).sum() == (num_neurons if which == "all" else min(num_neurons, 25))
+    assert (panels < 255).sum() == min(num_neurons, 25)
     (checkpoint,) = json.loads(path.with_suffix(".json").read_text())["inputs"].values()
     assert len(checkpoint) == 64 and "run, step 10" in capsys.readouterr().out
     rows = pd.read_parquet(path.with_suffix(".parquet"))
@@ -82,7 +80,7 @@ def test_the_first_neurons_and_the_largest() -> None:
     weights[4] *= 10
 
     def drawn(shown: torch.Tensor, which: str) -> np.ndarray:
-        return np.asarray(sheet([Layer("x", shown, 4)], FilterImages(which, 1)))[HEAD:]
+        return np.asarray(sheet([Layer("x", shown, 4)], which, 1))[HEAD:]
 
     alone = [drawn(weights[n : n + 1], "first") for n in (0, 4)]
     np.testing.assert_array_equal([drawn(weights, which) for which in ("first", "largest")], alone)

@@ -246,7 +246,11 @@ def test_a_band_ends_where_its_shortest_curve_ends() -> None:
 def test_the_widest_mixer_of_figure_3_has_as_many_tokens_as_channels(
     tmp_path: Path, capsys: Capture
 ) -> None:
-    assert main(["widths", "--omega", "2^18,2^27", "--out", str(tmp_path / "widths")]) == 0
+    words = ["widths", "--omega", "2^18,2^27", "--channels", "16,32,48"]
+    assert main([*words, "--out", str(tmp_path / "widths")]) == 0
+    printed = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+    papers = [["64", "64", "4,096"], ["16", "173", "2,768"], ["32", "113", "3,616"]]
+    assert printed[1:5] == [*papers, ["48", "83", "3,984"]]
     rows = pd.read_parquet(tmp_path / "widths.parquet")
     for name, side in (("2^18", 64), ("2^27", 512)):
         own = rows[rows.omega_name == name]

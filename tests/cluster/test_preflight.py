@@ -137,7 +137,6 @@ def test_a_directory_that_cannot_be_written_is_reported_with_its_reason(tmp_path
     [
         ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 3, ["gpus"]),
         ({"SLURM_GPUS_ON_NODE": "4"}, 0, ["no gpu"]),
-        ({"SLURM_GPUS_ON_NODE": "4", "PREFLIGHT_GPUS": "ignore"}, 0, []),
         ({"CUDA_VISIBLE_DEVICES": ""}, 0, []),
         ({"CUDA_VISIBLE_DEVICES": "NoDevFiles", "SLURM_GPUS_ON_NODE": ""}, 0, []),
     ],
@@ -149,7 +148,7 @@ def test_as_many_gpus_are_visible_as_slurm_gave_and_what_is_read_is_there(
     visible: int,
     kinds: list[str],
 ) -> None:
-    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE", "PREFLIGHT_GPUS"):
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in (
         environment | {"NODE_SCRATCH": str(tmp_path), "OMP_NUM_THREADS": "1"}

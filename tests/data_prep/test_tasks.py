@@ -277,27 +277,6 @@ def test_a_damaged_plan_is_named_and_a_task_that_runs_alone_makes_it_again(
     assert files_of(out) == whole
 
 
-def test_a_merge_that_trusts_reads_no_shard_but_goes_by_records_and_sizes(
-    tmp_path: Path, source: Path, whole: dict[str, bytes]
-) -> None:
-    out = tmp_path / "animals"
-    assert task(source, out, "0/1") == 0
-    trusting = ["merge", str(out), "--workers", "1", "--skip-verify"]
-    kept = {
-        name: (out / name).read_bytes()
-        for name in (f"{PARTS}/train-000004.json", "train-000004.tar")
-    }
-    for name in ("copied record", "edited record", "cut tar", "lost tar"):
-        HARM[name](out, out)
-        assert main(trusting) == 2
-        write_files(out, kept)
-    _changed_index(out, out)
-    assert main(trusting) == 0
-    assert {name for name, data in files_of(out).items() if data != whole[name]} == {
-        "train-000004.npy"
-    }
-
-
 def test_a_merge_needs_no_list_of_classes_and_a_task_after_it_has_nothing_to_do(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pretrain.augment.augmentation import Prepared
 from pretrain.config import EngineSettings, OptimizerSettings
 from pretrain.data.order import BatchPlan
-from pretrain.engine.zero_cost import Training, bucket_elements, bytes_sent, held
+from pretrain.engine.zero_cost import Training, bucket_bytes, bucket_elements, bytes_sent, held
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.optim import build_optimizer
@@ -113,16 +113,15 @@ def cell(
         num_states=2,
         accumulation_steps=accumulation_steps,
     )
-    formula = held(training)
     bucket = (
-        formula.bucket if stage < 3 else 0.0
+        bucket_bytes(training) if stage < 3 else 0.0
     )  # only stage 3 keeps the bucket after backward; in other stages gloo may still use it
     return {
         "bucket": (
             (4.0 * bucket_elements(num_parameters) if stage == 0 else bucket) / num_parameters
         ),
         "held": most[0] / num_parameters,
-        "held_formula": (formula.on_device - bucket) / num_parameters,
+        "held_formula": (held(training) - bucket) / num_parameters,
         "sent": traffic["bytes"] / num_parameters,
         "sent_formula": bytes_sent(training) / num_parameters,
     }

@@ -106,12 +106,15 @@ def test_of_rows_that_are_equally_near_the_first_ones_count_whatever_the_blocks(
 
 
 @pytest.mark.parametrize(("num_train", "num_test"), [(4000, 4), (300, 3000)])
-def test_no_table_and_no_product_is_larger_than_asked(num_train: int, num_test: int) -> None:
+def test_no_table_and_no_product_is_larger_than_asked(
+    num_train: int, num_test: int, monkeypatch: Patch
+) -> None:
     train, test = (
         Table(torch.randn(count, 512), torch.zeros(count, dtype=torch.int64))
         for count in (num_train, num_test)
     )
-    settings = settings_of(chunk_mb=1)
+    monkeypatch.setattr(knn_room, "BLOCK_BYTES", 1_000_000)
+    settings = settings_of()
     with Largest() as largest:
         accuracies(train, test, settings=settings, num_classes=CLASSES, world=ALONE, device=CPU)
     assert 50_000 < largest.num_bytes < 1_000_000

@@ -217,7 +217,7 @@ def test_an_output_is_known_by_its_record_and_is_alone_in_its_directory(tmp_path
     out = tmp_path / "out"
 
     def is_there(**wanted: object) -> bool:
-        return is_output(out, wanted, record="made.json", key="of", kind="an export", field="out")
+        return is_output(out, wanted, record="made.json", key="of", kind="an export")
 
     assert not is_there(a=1)
     out.mkdir()

@@ -14,7 +14,6 @@ from pretrain.models.cost import (
     cost_of,
     num_features_of,
     num_parameters,
-    sparse_width,
     tokens_for,
     training_flops,
     widest_side,
@@ -241,8 +240,6 @@ def test_the_sweep_over_patch_sizes_and_its_presets(patch: int, tokens: int) -> 
     ("zeros", "width"), [(0.1, 540), (0.3, 612), (0.5, 724), (0.7, 935), (0.9, 1619)]
 )
 def test_the_widths_of_sparse_mlps(zeros: float, width: int) -> None:
-    assert sparse_width(2**18, density=1 - zeros) == width
-    assert sparse_width(2**20, density=1 - zeros, gamma=4) == width
     spec = spec_of(f"sw_mlp_{width}")
     assert isinstance(spec, SparseMlpSpec)
     assert spec.density == pytest.approx(1 - zeros)
@@ -319,8 +316,8 @@ def test_impossible_sizes_are_named() -> None:
     assert "8256" in caught.value.fix
     with fails("bad-value", "num_channels"):
         tokens_for(100, num_channels=0)
-    with fails("bad-value", "density"):
-        sparse_width(100, density=float("nan"))
+    with fails("bad-value", "gamma"):
+        widest_side(100, gamma=float("nan"))
 
 
 @pytest.mark.parametrize(

@@ -42,16 +42,6 @@ def test_classes_size_and_pattern_are_obeyed_and_what_is_left_out_is_said(
     assert "mixer_p7, mixer_p14, mixer_p28" in capsys.readouterr().out
 
 
-def test_widths_are_those_of_the_papers_sweep(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["models", "--omega", "2^18", "--channels", "16,32,48", "--density", "0.9,0.1"]) == 0
-    )
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    for wanted in (["16", "173", "2,768"], ["32", "113", "3,616"], ["48", "83", "3,984"]):
-        assert wanted in rows
-    assert ["0.9", "0.1", "540"] in rows and ["0.1", "0.9", "1,619"] in rows
-
-
 def test_omega_may_be_a_power() -> None:
     for text, value in (("2^18", 2**18), ("2**18", 2**18), ("2.6e8", 2.6e8), ("17", 17)):
         assert parse_power(text) == value
