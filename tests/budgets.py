@@ -19,13 +19,13 @@ TARGETS = {
     "tests": 1_050_000,
 }
 CEILINGS = {
-    "data_prep": 445_300,
-    "pretrain": 636_500,
-    "finetune": 230_300,
+    "data_prep": 445_700,
+    "pretrain": 636_600,
+    "finetune": 229_800,
     "analysis": 226_200,
-    "cluster": 130_900,
-    "benchmarks": 175_300,
-    "tests": 1_463_000,
+    "cluster": 131_000,
+    "benchmarks": 175_400,
+    "tests": 1_462_700,
 }
 
 
