@@ -32,12 +32,11 @@ _open_lines: list["ProgressLine"] = []
 
 
 class ProgressLine:
-    """A progress line. `note` is free text, such as a file name or a loss, or an object whose `str`
-    is computed only when the line is shown. If the unit is "step", it must contain the speed."""
+    """A progress line. `note` is free text, such as a file name or a loss. If the unit is "step",
+    the note must contain the speed."""
 
     def __init__(self, title: str, *, total: int, unit: str, start: int = 0, enabled: bool = True):
-        self.title, self.total, self.unit, self.done = title, total, unit, start
-        self.note: object = ""
+        self.title, self.total, self.unit, self.done, self.note = title, total, unit, start, ""
         self._start, self._enabled, self._logged_s = start, enabled, time.monotonic()
         self._is_inner = bool(_open_lines)
         self._display: Progress = _open_lines[0]._display if _open_lines else _new_display()
@@ -50,7 +49,7 @@ class ProgressLine:
             if not self._is_inner:
                 self._silence.start()
 
-    def advance(self, count: int = 1, *, note: object = None) -> None:
+    def advance(self, count: int = 1, *, note: str | None = None) -> None:
         self.done += count
         self.note = self.note if note is None else note
         self._silence.cancel()
@@ -96,7 +95,7 @@ class ProgressLine:
         else:
             mean = (self.done - self._start) / max(task.elapsed or 0.0, 1e-9)
             counts = f"{counts} {self.unit}  {task.speed or mean:,.0f}/s"
-        return "  ".join(filter(None, [self.title, counts, str(self.note)]))
+        return "  ".join(filter(None, [self.title, counts, self.note]))
 
     def _print(self, ending: str = "") -> None:
         print("  ".join(filter(None, [self.text(self._task), ending])), file=sys.stderr, flush=True)

@@ -304,7 +304,7 @@ class Trainer:
             } | self.meter.reading()
             self.tracker.metrics(self.reading, step=done.step)
         self.reading["train/epoch"] = epoch
-        self.line.advance(note=self)
+        self.line.advance(note=in_words(self.reading, self.scores, scored_step=self.scored_step))
 
     def _evaluate(self) -> None:
         """Evaluate the model. If the run must stop, skip this; the resumed run evaluates first."""
@@ -332,7 +332,7 @@ class Trainer:
         self.scores, self.scored_step, self.owes_evaluation = scores, self.step, False
         self.saver.judge(self.step, top1=scores.top1)
         self.tracker.metrics(scores.metrics("eval"), step=self.step)
-        self.line.note = self
+        self.line.note = in_words(self.reading, scores, scored_step=self.step)
         self.line.log_now()  # in a log, new scores get their own line
 
     def _state(self) -> TrainerState:
@@ -387,17 +387,16 @@ class Trainer:
                 step=self.step,
             )
 
-    def __str__(self) -> str:
-        """Return the note of the progress line, which calls this method when it prints."""
-        reading, scores = self.reading, self.scores
-        parts = [f"epoch {reading['train/epoch']:.1f}"] if "train/epoch" in reading else []
-        if "train/loss" in reading:
-            parts.append(f"training loss {reading['train/loss']:.3f}")
-        if scores is not None:
-            top1 = accuracy(scores.top1, scores.class_top1)
-            parts.append(f"{top1} at step {self.scored_step:,}")
-        if "usage/images_per_s" in reading:
-            parts.append(f"{reading['usage/images_per_s']:,.0f} images/s")
-        if "usage/mfu" in reading:
-            parts.append(f"MFU {100 * reading['usage/mfu']:.0f} %")
-        return "  ".join(parts)
+
+def in_words(reading: dict[str, float], scores: Scores | None, *, scored_step: int) -> str:
+    """Return the note of the progress line. `scored_step`: step of the evaluation."""
+    parts = [f"epoch {reading['train/epoch']:.1f}"] if "train/epoch" in reading else []
+    if "train/loss" in reading:
+        parts.append(f"training loss {reading['train/loss']:.3f}")
+    if scores is not None:
+        parts.append(f"{accuracy(scores.top1, scores.class_top1)} at step {scored_step:,}")
+    if "usage/images_per_s" in reading:
+        parts.append(f"{reading['usage/images_per_s']:,.0f} images/s")
+    if "usage/mfu" in reading:
+        parts.append(f"MFU {100 * reading['usage/mfu']:.0f} %")
+    return "  ".join(parts)

@@ -90,22 +90,6 @@ def test_after_ten_minutes_a_log_file_gets_a_line_a_minute(clock: Clock) -> None
     assert counts == [6] * 9 + [5] + [1] * 10
 
 
-def test_a_note_is_formatted_only_when_it_is_shown(clock: Clock) -> None:
-    formatted = []
-
-    class Note:
-        def __str__(self) -> str:
-            formatted.append(clock.now_s)
-            return "loss 3.214"
-
-    for is_first, num_lines in ((False, 0), (True, 10)):
-        with progress("demo", total=999, unit="step", enabled=is_first) as line:
-            for _ in range(109):
-                clock.now_s += 1
-                line.advance(note=Note())
-            assert len(formatted) == clock.printed().count("loss 3.214") == num_lines
-
-
 def test_a_line_within_a_line_is_not_logged(clock: Clock) -> None:
     with progress("packing", total=120, unit="images") as outer:
         clock.now_s += 20
