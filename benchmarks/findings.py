@@ -13,6 +13,7 @@ import sys
 
 import numpy as np
 import pandas as pd
+from claims.clip_art import clip_art
 from claims.decisions import TABLES
 from claims.depth import depth
 from claims.locality import locality
@@ -31,6 +32,7 @@ CLAIMS = {
     "depth": depth,
     "sparse": sparse,
     "transfer": transfer,
+    "clip_art": clip_art,
 }
 PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0)
 """Values of scikit-learn's C for logistic regression."""

@@ -20,7 +20,7 @@ TARGETS = {
 }
 CEILINGS = {
     "data_prep": 445_700,
-    "pretrain": 636_600,
+    "pretrain": 636_700,
     "finetune": 229_800,
     "analysis": 226_200,
     "cluster": 131_000,
