@@ -16,8 +16,8 @@ def clip_art(results: pd.DataFrame) -> list[str]:
     for kind in KINDS:
         own = errors[kind].droplevel("tokens")
         differences, is_least = compare_shapes(own)
-        is_weak = bool(weak_arms(own.T, LOGISTIC_ERROR))
-        rows.append([kind, differences, "not tested" if is_weak else WORDS[is_least]])
+        holds = "not tested" if weak_arms(own.T, LOGISTIC_ERROR) else WORDS[is_least]
+        rows.append([kind, differences, holds])
     errors, rates = errors_and_rates(results[~is_width], ("variant", "network"), 30)
     cost = errors["permuted"] - errors["in-order"]
     comparisons = [
