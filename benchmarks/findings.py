@@ -25,7 +25,7 @@ from fashion import fit
 
 from analysis.cli import main as analysis
 
-CLAIMS = {each.__name__: each for each in (width, locality, mlp, depth, sparse, transfer, clip_art)}
+CLAIMS = {one.__name__: one for one in (width, locality, mlp, depth, sparse, transfer, clip_art)}
 PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0)
 """Values of scikit-learn's C for logistic regression."""
 

@@ -51,7 +51,7 @@ def errors_by_shape(results: pd.DataFrame, num_shapes: int) -> tuple[pd.DataFram
     )
     if errors.shape != (num_shapes, 10) or errors.isna().any(axis=None):
         sys.exit(
-            f"width: the table needs {num_shapes} shapes x 2 mixings x 5 seeds. Run `make findings`."
+            f"the table needs {num_shapes} shapes, 2 mixings and 5 seeds. Run `make findings`."
         )
     shapes = [
         [
