@@ -127,24 +127,25 @@ def one_rank_per_gpu_and_every_rank_sees_all(lab: Cluster) -> None:
         lab.directory / f"node/lab/wide-mlps-{os.getuid()}"
     )  # NODE_SCRATCH comes from cluster/site.env
     cases = (
-        ([], "0,1,2,3"),
-        (["--oversubscribe", "--gpus-per-node=2", "--cpus-per-task=2"], "0,1"),
-        (["--ntasks=4", "--gpus-per-task=1"], "0,1,2,3"),
-        (["--gpu-bind=single:1"], "0,1,2,3"),
-        (["--oversubscribe", "--gpus=3", "--cpus-per-task=3"], "0,1,2"),
+        ([], 4),
+        (["--oversubscribe", "--gpus-per-node=2", "--cpus-per-task=2"], 2),
+        (["--ntasks=4", "--gpus-per-task=1"], 4),
+        (["--gpu-bind=single:1"], 4),
+        (["--oversubscribe", "--gpus=3", "--cpus-per-task=3"], 3),
     )
     jobs = [
         lab.sbatch("--partition=gpu", *options, SCRIPT, "quick" + "".join(options))
         for options, _ in cases
     ]
-    for job, (_, gpus) in zip(jobs, cases, strict=True):
+    for job, (_, count) in zip(jobs, cases, strict=True):
         lab.wait(job, "COMPLETED")
         ranks = [
             re.sub(r"master [\d.]+,", "master,", line)
             for log in lab.rank_logs(job)
             for line in log.splitlines()[1:]
         ]
-        count = len(gpus.split(","))
+        (gpus,) = {re.findall(r"gpus ([\d,]+), master", rank)[0] for rank in ranks}
+        assert len(set(gpus.split(","))) == count  # SLURM chooses the GPUs of a shared node
         where = f"gpus {gpus}, master, on g1, caches {mine}/triton {mine}/extensions"
         assert ranks == [
             f"rank {rank} of {count}, local {rank} of {count}, {where}" for rank in range(count)
