@@ -124,7 +124,7 @@ def main() -> None:
         "device_idle_fraction": idle,
     }
     keep(figures)
-    kind = "compiled" if options.compile else "eager"
+    kind = "compiled" if options.compile and on_gpu else "eager"
     print_table(
         f"{options.model}, batch {options.batch:,}, {options.classes:,} classes, ZeRO"
         f" {options.stage}, {engine.input_dtype}, {kind}{', augmented' if options.augment else ''}",

@@ -332,7 +332,8 @@ def load_checked(path: str, snapshot: Path | None = None, *, is_demo: bool = Fal
     """Read a plan and check it completely. Raise one SettingsError with up to 20 mistakes."""
     plan = load_plan(path, is_demo=is_demo, snapshot=snapshot)
     if errors := [*_problems(plan)]:
-        count = UserError("", f"{len(errors)} mistakes; 20 are listed", code="bad-value")
+        problem, fix = f"{len(errors)} mistakes; 20 are listed", "correct these first"
+        count = UserError("", problem, fix, code="bad-value")
         errors[20:] = [count] * (len(errors) > 20)
         raise in_file(path, *errors)
     return plan

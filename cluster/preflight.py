@@ -7,7 +7,8 @@ Each rank runs this module.
 2. Each rank sends the name of a check before the check runs, and finally the findings, through a
    TCPStore. An alarm kills a rank that hangs. The judge does not wait for a rank that never starts.
 3. If no rank has a fault, all ranks do one all-reduce with a deadline.
-4. The judge prints a summary and writes JOB_DIR/preflight.jsonl (one line per rank) and
+4. If most nodes have the same fault, no node is blamed.
+5. The judge prints a summary and writes JOB_DIR/preflight.jsonl (one line per rank) and
    JOB_DIR/bad-nodes (NODE<TAB>reason).
 
 Every wait has a limit. Exit codes of the judge: 0 no bad node, 3 bad nodes were named, 1 the checks

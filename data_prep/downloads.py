@@ -108,7 +108,7 @@ class _File:
         elif not self.md5 and not zipfile.is_zipfile(path):
             problem = "it is not a complete zip archive"
         elif self.md5 not in ("", found) and not self._has_content(path):
-            problem = f"its MD5 is {found}: it is incomplete, damaged or another version"
+            problem = f"its MD5 is {found}, not {self.md5}: it is cut, damaged or another version"
         if problem:
             error = self._error(str(field), problem, code="damaged")
             error.fix = fix or error.fix

@@ -460,9 +460,6 @@ def _show(verbs: dict[str, Parser], options: argparse.Namespace) -> int:
 
 
 def show(settings: Settings) -> int:
-    """Print the settings of a command, without possible secrets."""
-    if storage := getattr(settings, "storage", None):
-        settings = settings.model_copy(update={"storage": dict.fromkeys(storage, "...")})
     print(dump(settings), end="")
     return 0
 

@@ -44,6 +44,8 @@ class Settings(BaseModel):
     """Setting or section -> words (other settings) that its example also needs. {} is replaced by
     this section's prefix. None: the command does not support the setting, and `explain` omits
     it."""
+    removed: ClassVar[Mapping[str, Any]] = {}
+    """Settings of earlier versions that are ignored if they have these values."""
 
 
 S = TypeVar("S", bound=Settings)
@@ -99,12 +101,23 @@ def refuse_of_another_verb(schema: type[Settings], keys: Set[str], path: str | P
 
 
 def validate(schema: type[S], tree: dict[str, Any]) -> S:
+    tree = _without(schema.removed, tree)
     try:
         # JSON, because pydantic's strict mode then takes lists for tuples and ints for floats, but
         # never "3" for 3. Values that JSON does not have, such as dates, fail as text.
         return schema.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         raise _explain(schema, error.errors(include_url=False)) from None
+
+
+def _without(removed: Mapping[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+    for key, value in removed.items():
+        section, _, rest = key.partition(".")
+        if rest and isinstance(own := tree.get(section), dict):
+            tree = tree | {section: _without({rest: value}, own)}
+        elif key in tree and tree[key] == value:
+            tree = {name: tree[name] for name in tree if name != key}
+    return tree
 
 
 def num_cores() -> int:

@@ -690,6 +690,7 @@ Resume = Literal["auto", "must", "never", "changed_code"]
 class TrainingSettings(Settings):
     """Settings of pretraining and of fine-tuning."""
 
+    removed: ClassVar = {"engine.cuda_graphs": False}
     run_dir: str = Field(examples=["runs/mine"])
     """Directory of the run: checkpoints, event log and config. The same command resumes the run."""
     resume: Resume = "auto"

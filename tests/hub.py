@@ -178,7 +178,9 @@ class _Handler(BaseHTTPRequestHandler):
         given = json.loads(self.body)
         name = "/".join(filter(None, (given["organization"], given["name"])))
         is_private = given.get("visibility") == "private" or given.get("private") is True
-        self.hub.repositories.setdefault(name, Repository(private=is_private))
+        if name in self.hub.repositories:
+            raise RefusedError(409)
+        self.hub.repositories[name] = Repository(private=is_private)
         self._json({"url": f"{self.hub.url}/{name}", "name": name})
 
     def branch(self, name: str, branch: str) -> None:

@@ -80,8 +80,9 @@ def _draw_density(groups: pd.DataFrame) -> Figure:
             own.density, own.diagonal, np.nan_to_num(bounds), label=label, capsize=2, **style
         )
         for ceiling in own.ceiling_a.dropna().unique():
+            axes.axhline(ceiling, color=style["color"], linestyle="--", linewidth=1)
             label = "ceiling: two seeds of the first network"
-            axes.axhline(ceiling, color=style["color"], linestyle="--", linewidth=1, label=label)
+            axes.plot([], [], color=GRAY, linestyle="--", linewidth=1, label=label)
         label = "floor: shuffled images"
         axes.plot(own.density, own.floor, color=GRAY, linestyle=":", linewidth=1, label=label)
     axes.xaxis.set_major_formatter(lambda value, _: f"1/{1 / value:,.0f}" if value < 1 else "1")

@@ -101,16 +101,19 @@ def rows_of_files(
     for file in by_name:
         stem = str(PurePosixPath(file).with_suffix(""))
         stems[stem] = None if stem in stems else file
-    found, missing = dict[str, Row](), []
+    found, missing, repeated = dict[str, Row](), [], []
     for row in rows:
         name = by_name.get(row.file) or stems.get(row.file)
-        if name is None or name in found:
+        if name is None:
             missing.append(row.file)
+        elif name in found:
+            repeated.append(row.file)
         else:
             found[name] = row
     without = [name for name in by_name if name not in found]
     for names, problem, fix in (
-        (missing, "names files that are not images in", "write paths relative to this folder"),
+        (missing, "names files that are not images in", "write complete paths in this folder"),
+        (repeated, "names images twice in", "keep one row of each image"),
         (without, "has no rows for images in", "add the rows, or move the images elsewhere"),
     ):
         if names:

@@ -456,7 +456,8 @@ def _refuse_empty(source: Source, inventory: Inventory, arrangement: Arrangement
     if empty:
         raise SourceError(
             "source.path",
-            f"{len(empty)} classes of this {name} source have no images ({', '.join(empty[:3])})",
+            f"{len(empty)} class folders of this {name} source have no images"
+            f" ({', '.join(empty[:3])})",
             "remove them, or add their images",
             code="empty",
         )

@@ -147,7 +147,8 @@ def read_shard(path: Path, plan: IndexPlan, *, name: str) -> Contents:
     reasons = {each.reason for each in found.rejected}
     if not found.rows and plan.settings.max_reject_fraction < 1 and reasons == {"no_label"}:
         first = found.rejected[0]
-        raise UserError("label", f"{first.path}: {first.detail}", code="missing-value")
+        problem, _, fix = f"{first.path}: {first.detail}".rpartition("; ")
+        raise UserError("label", problem, fix, code="missing-value")
     found.raw_size = _raw_size(found.rows, sizes)
     return found
 

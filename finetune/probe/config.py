@@ -109,6 +109,7 @@ _NOT_FOR_LBFGS = ("lrs", "schedule", "label_smoothing", "gradient_clip_norm")
 
 class ProbeSettings(FeatureSettings):
     of_verb = "finetune probe"
+    removed: ClassVar = {"refit": True}
     example_with: ClassVar = {"augment": "num_views=10 optimizer=lion"} | dict.fromkeys(
         _NOT_FOR_LBFGS, "optimizer=lion"
     )
@@ -159,7 +160,8 @@ class ProbeSettings(FeatureSettings):
     holdout_fraction: float = Field(0.2, gt=0, lt=1)
     """Fraction of the training split that is held out to choose the best candidate."""
     holdout_split: str | None = Field(None, examples=["holdout"])
-    """Split for choosing the best candidate, instead of a fraction of the training split."""
+    """Split for choosing the best candidate, instead of a fraction of the training split. The best
+    head is then not trained again."""
     seed: int = Field(0, ge=0)
     """Random seed of the sample order, the held-out samples and the views."""
 
@@ -233,6 +235,7 @@ def _with_tuples(tree: Any) -> Any:
 
 class KnnSettings(FeatureSettings):
     of_verb = "finetune knn"
+    removed: ClassVar = {"chunk_mb": 256}
     num_views: ClassVar[int] = 0
     augment: ClassVar[AugmentSettings | None] = None
     holdout_split: ClassVar[str | None] = None

@@ -411,7 +411,7 @@ def check_resume(run_dir: Path, resume: str) -> None:
     if resume == "never" and has:
         fix = "choose another run_dir, or set resume=auto to resume"
         raise SettingsError(
-            "resume", f"never is not valid, because {run_dir} has checkpoints", fix, code="conflict"
+            "resume", f"never is not valid, because {run_dir} has checkpoints", fix, code="exists"
         )
 
 

@@ -250,9 +250,9 @@ def tokens_for(omega: float, *, num_channels: int, gamma: float = 1.0) -> int:
     if found < 1:
         least = gamma * (num_channels + num_channels**2) / 2
         raise UserError(
-            "omega",
-            f"{omega:g} is too small for num_channels {num_channels} with gamma {gamma:g}",
-            f"give {math.ceil(least)} or more",
+            "num_channels",
+            f"{num_channels} are too many for omega {omega:g} and gamma {gamma:g}",
+            f"give fewer, or an omega of at least {math.ceil(least)}",
             code="bad-value",
         )
     return found

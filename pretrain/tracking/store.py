@@ -261,15 +261,15 @@ def open_database(path: Path) -> None:
         raise _unusable(path, str(error)) from None
     if revisions != [schema_revision()]:
         command = f"mlflow db upgrade {SQLITE}{path}"
-        raise _unusable(path, f"another MLflow version made it. To keep it, run {command}")
+        raise _unusable(path, "another MLflow version made it", f"to keep it, run {command}; ")
 
 
-def _unusable(path: Path, fault: str) -> UserError:
+def _unusable(path: Path, fault: str, fix: str = "") -> UserError:
     old = path.parent / "old-database"
     return UserError(
         str(path),
         f"MLflow cannot use this database ({fault})",
-        f"to replace it, run mkdir {old} && mv {path}* {old}; then `pretrain sync RUN` for every"
+        f"{fix}to replace it, run mkdir {old} && mv {path}* {old}; then `pretrain sync RUN` for every"
         f" run of {path.parent} fills a new database from the event logs",
         code="damaged",
     )

@@ -347,7 +347,7 @@ def test_the_conclusions_about_clip_art(claims: Claims) -> None:
     lines = claims("clip_art").clip_art(pd.concat([shapes, networks]))
     holds = [line.split(" | ")[-1] for line in lines if "minus" in line or "cost: " in line]
     assert holds == ["yes |", "no |", "yes |", "yes |"]
-    assert "does not explain" in lines[-1]
+    assert lines[-1] == "Width by itself does not explain the Mixer's error."
 
 
 def sizes_by_macs(spec: AnySpec) -> tuple[int, int, int, int]:

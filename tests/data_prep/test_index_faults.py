@@ -131,12 +131,12 @@ def test_json_that_holds_no_label_is_a_line(tmp_path: Path) -> None:
 FOREIGN = [
     (
         {"json": b'{"n; set n": 3, "class": "ant"}'},
-        "found .json with keys n; set n, class; set label=json:class",
+        "found .json with keys n; set n, class. Set label=json:class",
     ),
-    ({"json": b'{"n": 3, "name": "ant"}'}, "found .json with keys n, name; set label=json:n"),
-    ({"json": b'{"n": 3}', "txt": b"ant\n"}, "found .txt (ant); set label=txt"),
-    ({"json": b"[", "txt": b"ant"}, "found .txt (ant); set label=txt"),
-    ({}, "found .jpg; set label=none to read images without labels"),
+    ({"json": b'{"n": 3, "name": "ant"}'}, "found .json with keys n, name. Set label=json:n"),
+    ({"json": b'{"n": 3}', "txt": b"ant\n"}, "found .txt (ant). Set label=txt"),
+    ({"json": b"[", "txt": b"ant"}, "found .txt (ant). Set label=txt"),
+    ({}, "found .jpg. Set label=none to read images without labels"),
 ]
 
 

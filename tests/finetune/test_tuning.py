@@ -363,7 +363,7 @@ def test_a_group_goes_on_wherever_it_was_interrupted(
     assert {each.resume for each in repeats_of(asked("must"))} == {"auto"}
     check_resume_of(asked("never"), repeats_of(asked("never")))
     (group / "seed-1" / "checkpoints" / "step-00000001").mkdir(parents=True)
-    with fails("conflict", "resume") as caught:
+    with fails("exists", "resume") as caught:
         check_resume_of(asked("never"), repeats_of(asked("never")))
     assert "seed-1" in str(caught.value)
 

@@ -157,7 +157,7 @@ def test_only_the_asked_for_classes_are_listed_and_labeled_anew(tmp_path: Path) 
 HARMS: list[tuple[Callable[[bytes], bytes], str, str]] = [
     (lambda data: data[:-6000], "is cut", "damaged"),
     (gzip.compress, "tar xzf", "unsupported"),
-    (lambda _: tar_of({}), "1 classes of this imagenet21k source have no images", "empty"),
+    (lambda _: tar_of({}), "1 class folders of this imagenet21k source have no images", "empty"),
 ]
 
 

@@ -100,6 +100,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "unlabeled": (lambda table: csv(table, rows=[*ROWS[:-1], "9.jpg,"]), "bad-value"),
     "without a row": (lambda table: csv(table, rows=ROWS[1:]), "mismatch"),
     "no picture": (lambda table: csv(table, rows=[*ROWS, "x/y.png,ant"]), "mismatch"),
+    "one image twice": (
+        lambda table: csv(table, rows=[*ROWS, ROWS[0].replace(".jpg,", ",")]),
+        "mismatch",
+    ),
     "a note": (lambda table: csv(table, rows=[*ROWS, "readme.txt,ant"]), "mismatch"),
     "two files": (
         lambda table: csv(
@@ -198,7 +202,7 @@ def test_a_tenth_is_held_out_by_default_and_the_build_says_so(
     assert list(load_manifest(tmp_path / "none").splits) == ["train"]
     write_files(tmp_path / "ones", {"cow/notes.txt": b"x"})
     assert main([*words, str(tmp_path / "more")]) == 2
-    assert "1 classes of this folder source have no images (cow)" in capsys.readouterr().err
+    assert "1 class folders of this folder source have no images (cow)" in capsys.readouterr().err
 
 
 def test_a_build_that_ended_before_its_first_shard_refuses_no_other_settings(

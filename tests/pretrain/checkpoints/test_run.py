@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +65,19 @@ def test_a_run_goes_on_under_a_version_that_has_more_settings(tmp_path: Path) ->
         check_settings(tmp_path, settings_with(norm="batch"))
 
 
-def test_a_setting_that_is_gone_is_named(tmp_path: Path) -> None:
-    stored = yaml.safe_load(dump(settings_with()))
-    stored["model"]["bygone"] = 1
-    (tmp_path / CONFIG_FILE).write_text(yaml.safe_dump(stored))
-    with another_run("model.bygone: None, was 1"):
-        check_settings(tmp_path, settings_with())
+def test_a_removed_setting_is_ignored_if_it_had_its_default(tmp_path: Path) -> None:
+    for section, name, value, is_ignored in (
+        ("model", "bygone", 1, False),
+        ("engine", "cuda_graphs", True, False),
+        ("engine", "cuda_graphs", False, True),
+    ):
+        stored = yaml.safe_load(dump(settings_with()))
+        stored[section][name] = value
+        (tmp_path / CONFIG_FILE).write_text(yaml.safe_dump(stored))
+        error = another_run(f"{section}.{name}: None, was {value}")
+        with nullcontext() if is_ignored else error:
+            check_settings(tmp_path, settings_with())
+    assert load_run_settings(PretrainSettings, path=str(tmp_path), overrides=[])
 
 
 def test_a_run_goes_on_where_the_same_pictures_lie_now(

@@ -311,7 +311,7 @@ def test_omega_is_the_mean_number_of_connections_of_the_blocks_layers(
 
 def test_impossible_sizes_are_named() -> None:
     assert tokens_for(8256, num_channels=128) == 1
-    with fails("bad-value", "omega") as caught:
+    with fails("bad-value", "num_channels") as caught:
         tokens_for(100, num_channels=128)
     assert "8256" in caught.value.fix
     with fails("bad-value", "num_channels"):
