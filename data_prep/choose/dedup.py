@@ -61,15 +61,15 @@ class Duplicates:
     positions: Ids
     """Positions of the repeated samples in the concatenation of all splits, ascending."""
     likes: Ids
-    """For each entry of `positions`, the position of the earlier sample."""
+    """For each entry of `positions`, the position of the earlier sample that it repeats."""
     distances: NDArray[np.int64]
     """Number of differing bits of the perceptual hashes; -1 for equal pixels."""
     num_plain: int
     """Number of images that are compared by pixels only (see hashes.py)."""
 
     def pairs(self) -> Iterator[tuple[int, int, int, Part, Part]]:
-        """Yield for each dropped sample: its position, the earlier position, the distance, and the
-        parts of both."""
+        """Yield for each dropped sample: its position, the position of the earlier sample that it
+        repeats, their distance, and the parts of both."""
         columns = (self.positions.tolist(), self.likes.tolist(), self.distances.tolist())
         for position, like, distance in zip(*columns, strict=True):
             part, other = (
@@ -135,7 +135,7 @@ def _parts(directory: Path, against: tuple[Path, ...], splits: tuple[str, ...]) 
 
 def compare(hashes: Hashes, *, near: int | None, first: int) -> tuple[Ids, NDArray[np.int64]]:
     """Return for each sample the position of the earlier similar sample (-1: none), and the number
-    of differing bits (-1: equal pixels)."""
+    of differing bits (-1: equal pixels). Near hashes are searched only for samples from `first`."""
     like, distance = np.full(len(hashes), -1, np.int64), np.full(len(hashes), -1, np.int64)
     pixels = hashes["pixels"]
     order = np.lexsort((pixels[:, 1], pixels[:, 0]))  # stable: equal hashes stay in their order

@@ -33,7 +33,7 @@ from data_prep.remote import Storage
 Hashes = NDArray[np.void]
 DTYPE = np.dtype([("pixels", "<u8", 2), ("bits", "<u8"), ("colors", "i1", 48), ("plain", "?")])
 VERSION = 2
-"""Version of the fingerprints. Cached hashes of other versions are ignored."""
+"""Cached fingerprints of other versions are ignored."""
 NUM_BITS, SIDE, GRID = 64, 32, 4
 SAME_COLORS = 0.95
 """Smallest correlation of two color grids that count as equal. Re-encoding (quality 20), halving

@@ -33,8 +33,8 @@ def per_class(labels: Ids, count: int, *, seed: int, keep: NDArray[np.bool_]) ->
 
 
 def _ranks(labels: Ids, positions: Ids, *, seed: int) -> tuple[Ids, Ids, Ids]:
-    """Return, for each position, its rank in the seeded order of its class, the class size, and the
-    class."""
+    """Return, for each position, its rank in the seeded order of its class, the size of the class
+    in `positions`, and the class."""
     classes = labels[positions]
     draws = _draws(len(labels), seed=seed, stream=0)[positions]
     order = np.lexsort((draws, classes))
@@ -49,8 +49,8 @@ def _ranks(labels: Ids, positions: Ids, *, seed: int) -> tuple[Ids, Ids, Ids]:
 
 
 def _draws(count: int, *, seed: int, stream: int) -> NDArray[np.uint64]:
-    """Return raw random words. numpy promises equal raw words in all versions, but not equal
-    permutations."""
+    """Return random 64-bit integers. numpy promises that these, but not permutations, are equal in
+    all versions."""
     return np.asarray(
         np.random.Philox(np.random.SeedSequence([seed, stream])).random_raw(count), np.uint64
     )
