@@ -54,7 +54,6 @@ class Command:
     words: tuple[str, str]
     schema: type[Settings]
     script: str
-    """Job script on SLURM."""
     seed: str = ""
     """Setting that `seeds` of a plan file sets."""
     place: str = "run_dir"
