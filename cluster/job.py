@@ -5,7 +5,7 @@ its first node, outside of containers.
     job.py grid PLAN STAGE                                     one member of a grid
     job.py data_prep [--parts | --merge] CONFIG [key=value]    a part of a dataset, or the merge
     job.py analysis figure PLAN                                on this node only, without ranks
-    job.py cluster submit PLAN JOB [option ...]                the next jobs of a plan, likewise
+    job.py cluster submit PLAN JOB [option ...]                the next jobs of a plan, no ranks
 
 1. `cluster.resolve` checks the config in a second or two.
 2. `cluster.preflight` checks each node.

@@ -1,10 +1,10 @@
 """Requests to SLURM, and the output paths (places) of jobs. Imports only the standard library
 (Python 3.9 or newer).
 
-Two jobs for one run or dataset would only wait for each other's lock. `cluster/submit` therefore
-records the output paths of a job in jobs/JOB/writes. Each line has the array task that writes the
-path (or "-": all tasks), a tab, and the complete path. Jobs that squeue no longer lists do not
-count, so no cleanup is needed.
+A second job for a run or dataset would only wait for the first job's lock. `cluster/submit`
+therefore records the output paths of a job in jobs/JOB/writes. Each line has the array task that
+writes the path (or "-": all tasks), a tab, and the complete path. Jobs that squeue no longer lists
+do not count, so no cleanup is needed.
 """
 
 from __future__ import annotations

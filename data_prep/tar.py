@@ -133,7 +133,7 @@ def read_member(descriptor: int, offset: int, num_bytes: int) -> bytes:
 
 
 def read_checked(descriptor: int, offset: int, num_bytes: int) -> bytes:
-    """Return the data of a member, if the block before the data is still a header of that size."""
+    """Return the data of a member. Raise TarError if the block before is no header of this size."""
     block_and_data = read_member(descriptor, offset - BLOCK, BLOCK + num_bytes)
     _, size = _kind_and_size(block_and_data[:BLOCK], offset - BLOCK)
     if size != num_bytes or len(block_and_data) != BLOCK + num_bytes:

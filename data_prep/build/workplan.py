@@ -65,7 +65,7 @@ CANDIDATE_NAME = TEMPORARY_PREFIX + "candidate"
 
 
 class ShardPlan(Settings):
-    """One shard: the positions `start` to `stop` in the order of `split`."""
+    """One shard: the positions `start` to `stop` - 1 in the order of `split`."""
 
     name: str
     split: str

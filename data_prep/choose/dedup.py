@@ -65,7 +65,7 @@ class Duplicates:
     distances: NDArray[np.int64]
     """Number of differing bits of the perceptual hashes; -1 for equal pixels."""
     num_plain: int
-    """Number of images that are compared by pixels only (see hashes.py)."""
+    """Number of the dataset's images that are compared by pixels only (see hashes.py)."""
 
     def pairs(self) -> Iterator[tuple[int, int, int, Part, Part]]:
         """Yield for each dropped sample: its position, the position of the earlier sample that it
@@ -203,7 +203,7 @@ def _reason(distance: int) -> str:
 
 
 def _names(found: Duplicates, storage: Storage) -> dict[int, tuple[str, str]]:
-    """Return key and path of both samples of each pair. Every shard is read once."""
+    """Return {position: (key, path)} for both samples of each pair. Every shard is read once."""
     positions = np.unique(np.concatenate([found.positions, found.likes]))
     names: dict[int, tuple[str, str]] = {}
     for part in found.parts:
@@ -245,7 +245,7 @@ def _is_list(path: Path) -> bool:
 
 
 def summary(found: Duplicates) -> Counter[tuple[str, str, str, str]]:
-    """Count the dropped samples by (split, other dataset, other split, reason)."""
+    """Count the dropped samples by (split, dataset and split of the earlier sample, reason)."""
     return Counter(
         (part.split, other.manifest.name, other.split, _reason(distance))
         for _, _, distance, part, other in found.pairs()

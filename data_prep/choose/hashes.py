@@ -42,8 +42,8 @@ PLAIN_SPREAD = 3.0
 """Largest standard deviation, in levels of 0 to 255, of an image of nearly one color."""
 FLAT_SHARE, FLAT_LEVELS, INK_SPREAD = 0.3, 5, 3.0
 """Thresholds of line art. At least the fraction FLAT_SHARE of the pixels is within FLAT_LEVELS
-neighboring gray levels. All colors are on one line between background and ink: the standard
-deviation across the line is below INK_SPREAD (of 255 levels)."""
+neighboring gray levels. All colors are on one line of RGB space: the standard deviation across the
+line is below INK_SPREAD (of 255 levels)."""
 _COLOR_SCALE = 18.0  # 48 values of mean 0 and spread 1 are within +-7
 _BATCH = 256
 

@@ -154,7 +154,8 @@ def read_shard(path: Path, plan: IndexPlan, *, name: str) -> Contents:
 
 
 def gather(path: Path, found: Contents) -> list[StockSample]:
-    """Return the samples in the order of their first members, and count members without a key."""
+    """Return the samples in the order of their first members. `found` gets the number of members
+    without a key."""
     with open(path, "rb") as file:
         head = file.read(8)
     kind = next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
