@@ -245,7 +245,7 @@ def _has_shards(work: Workplan) -> bool:
 
 
 def _check_decoder(begun: Workplan) -> None:
-    """Raise UserError if the dataset was begun with other decoder versions. Their pixels differ
+    """Raise UserError if the dataset was begun with other decoder versions, whose pixels differ
     slightly."""
     if begun.decoder != decoder_version():
         raise UserError(

@@ -16,8 +16,9 @@ Ids = NDArray[np.int64]
 
 
 def ranking(labels: Ids, *, seed: int, keep: NDArray[np.bool_]) -> Ids:
-    """Return the positions in `keep` in the order of selection. The order within a class depends
-    only on positions in the split, so excluding samples does not change the order of the others."""
+    """Return the positions that `keep` marks, in the order of selection. The order within a class
+    depends only on positions in the split, so excluding samples does not change the order of the
+    others."""
     positions = np.flatnonzero(keep)
     ranks, sizes, classes = _ranks(labels, positions, seed=seed)
     priorities = (ranks + 0.5) / sizes
@@ -26,7 +27,7 @@ def ranking(labels: Ids, *, seed: int, keep: NDArray[np.bool_]) -> Ids:
 
 
 def per_class(labels: Ids, count: int, *, seed: int, keep: NDArray[np.bool_]) -> Ids:
-    """Return `count` positions of `keep` for every class, or all of a smaller class."""
+    """Return `count` positions that `keep` marks in each class, or all of a smaller class."""
     positions = np.flatnonzero(keep)
     ranks, _, _ = _ranks(labels, positions, seed=seed)
     return positions[ranks < count]
