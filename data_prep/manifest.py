@@ -173,7 +173,7 @@ class Manifest(Settings):
     num_written: int
     num_rejected: int
     num_left_out: dict[str, int] = Field(default_factory=dict)
-    """Number of skipped inputs by reason, for example excluded. `whole classes` counts classes."""
+    """Reason, such as excluded -> number of skipped inputs. `whole classes`: number of classes."""
     num_held_out: int = 0
     """Number of images of the archive's `train` that became `val`."""
     max_reject_fraction: float = 1.0

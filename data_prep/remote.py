@@ -38,8 +38,8 @@ ANSWER_TIMEOUT_S = 10
 SLOW_S = 5.0
 """Duration in seconds above which even the first failure of a request is reported."""
 RANGE_BYTES, SLOWEST_BYTES_PER_S = 8 << 20, 64 << 10
-"""Objects are read in ranges of RANGE_BYTES. A server that is slower than SLOWEST_BYTES_PER_S
-counts as silent."""
+"""Objects are read in ranges of RANGE_BYTES. A server slower than SLOWEST_BYTES_PER_S is treated as
+silent."""
 MARKS = (
     "md5Hash",
     "crc32c",

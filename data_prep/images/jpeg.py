@@ -141,7 +141,7 @@ def decode_plain_into(data: bytes, out_HW3: NDArray[np.uint8]) -> bool:
 
 
 def plain_frame(data: bytes) -> Frame | None:
-    """Return the frame if the header is plain: 8 bits, one or three channels, no orientation; else
+    """Return the frame if the header is plain: 8 bits, one or three channels, no EXIF or XMP; else
     None."""
     if data[:3] != b"\xff\xd8\xff":
         return None
