@@ -2,8 +2,8 @@
 Imports only the standard library.
 
 Each attempt has two lines: {"event": "begin", "restart", "mark", "nodes", "time"} and {"event":
-"end", "restart", "mark", "how", "seconds", "time"}. `mark` is a checksum of the run's checkpoints,
-or "unknown". An attempt that does not change the mark made no progress. `how`: finished, failed,
+"end", "restart", "mark", "how", "seconds", "time"}. `mark` is a checksum of the run's progress, or
+"unknown". An attempt that does not change the mark made no progress. `how`: finished, failed,
 refused (exit code 2), stopped, bad-node, or busy (the run was locked, which is no failure). If the
 line "end" is missing, the node was lost.
 """
@@ -52,8 +52,8 @@ def has_trained(attempts: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def give_up_reason(attempts: Sequence[Mapping[str, Any]], *, mark: str, limit: int) -> str | None:
-    """Return the reason to give up, or None if the job may start again. Only the newest
-    attempts that began with this mark, or an unknown mark, count."""
+    """Return the reason to give up after `limit` failures, or 3 x `limit` attempts, that began with
+    `mark` or an unknown mark. Return None if the job may start again."""
     idle: list[str] = []
     for each in reversed(attempts):
         if each["began"] not in (mark, UNKNOWN):

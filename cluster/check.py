@@ -98,8 +98,8 @@ def check_driver(_: Submission, environment: Mapping[str, str]) -> Iterable[Find
 
 
 def compare_driver(driver: str, cuda: str) -> Finding:
-    """Return FAULT if the driver is too old. install.sh prints the fix before it downloads
-    torch."""
+    """Return a finding: FAULT if the driver is too old. install.sh prints the fix before it
+    downloads torch."""
     oldest = OLDEST_DRIVER.get(int(cuda.partition(".")[0]), "0")
     if _parts(driver) >= _parts(oldest):
         return Finding("driver", "ok", f"{driver} runs torch's CUDA {cuda}")
@@ -140,7 +140,7 @@ def _parts(version: str) -> tuple[int, ...]:
 
 
 def check_locks(submission: Submission, _env: Mapping[str, str]) -> Iterable[Finding]:
-    """Check that file locks work in the directories to which jobs write."""
+    """Warn if jobs write to a file system whose locks have no effect on other nodes."""
     places, found = [".", "jobs", "runs", "data"], {}
     for word in submission.arguments:
         key, _, value = word.partition("=")
@@ -161,7 +161,8 @@ def check_locks(submission: Submission, _env: Mapping[str, str]) -> Iterable[Fin
 
 
 def check_slurm(submission: Submission, environment: Mapping[str, str]) -> Iterable[Finding]:
-    """Test the submission with sbatch --test-only; without a submission, test every job script."""
+    """Test the submission, or without one every job script, with sbatch --test-only. Report the
+    time limit."""
     missing = [name for name in ("sbatch", "srun", "scontrol", "squeue") if not shutil.which(name)]
     if missing:
         fix = "run module load slurm, or ask the site; to use only this machine: wide-mlps run PLAN"

@@ -5,7 +5,7 @@ its first node, outside of containers.
     job.py grid PLAN STAGE                                     one member of a grid
     job.py data_prep [--parts | --merge] CONFIG [key=value]    a part of a dataset, or the merge
     job.py analysis figure PLAN                                on this node only, without ranks
-    job.py cluster submit PLAN JOB [option ...]                the next jobs of a plan, likewise
+    job.py cluster submit PLAN JOB [option ...]                the next jobs of a plan, no ranks
 
 1. `cluster.resolve` checks the config in a second or two.
 2. `cluster.preflight` checks each node.
@@ -71,7 +71,7 @@ PATIENCE = 18
 
 
 class End(Exception):  # noqa: N818
-    """End of this attempt, with the exit code. The log gets the text."""
+    """End of this attempt: a text for the log, and the exit code."""
 
     def __init__(self, text: str, code: int = 1):
         super().__init__(text)
@@ -405,7 +405,8 @@ class Job:
         return read_attempts(self.directory / "attempts.jsonl")
 
     def mark(self) -> str:
-        """Return a checksum of the files that change if the run makes progress."""
+        """Return a text that changes with the progress: a checksum, or the number of a build's
+        files."""
         if not self.answer:
             return UNKNOWN
         if self.answer["work"]:  # a build: count its files
@@ -500,7 +501,8 @@ class Job:
         """Submit a successor if SLURM does not requeue this job.
 
         1. Submit the same script with the same options. The successor begins after this job.
-        2. Copy this job's attempts, which still count, and output paths (jobs/JOB/writes).
+        2. Copy this job's attempts (they still count), bad nodes and output paths
+           (jobs/JOB/writes).
         3. Make the jobs that wait for this job wait for the successor.
         4. Exit with 0, because jobs that wait for the complete array need success of this task.
         """
@@ -554,7 +556,7 @@ class Job:
 
     def exclude(self, nodes: str) -> None:
         """Exclude nodes from the next attempt. SLURM allows this only for pending jobs. After the
-        requeue the job is pending, and SLURM kills this process only after KillWait."""
+        requeue the job is pending, and SLURM kills this process only KillWait seconds later."""
         for _ in range(20):
             with suppress(SlurmError):
                 slurm("scontrol", "update", f"JobId={self.at.label}", f"ExcNodeList={nodes}")
@@ -660,7 +662,7 @@ def prepare(job: Job, words: list[str]) -> int:
 
 def submit_merge(job: Job, words: list[str]) -> None:
     """Submit the merge job, from the first task of the array. If this attempt is killed before it
-    records the merge job, a second merge job runs after the first."""
+    records the merge job, the next attempt submits a second one."""
     noted = Path("jobs", job.at.array, "merge")
     if noted.exists():
         return

@@ -185,8 +185,6 @@ class PlanSettings(Sections):
 
 @dataclass(frozen=True)
 class Choice:
-    """One value of an axis."""
-
     label: str
     """Name of the value in run directories and tables."""
     overrides: tuple[str, ...] = ()

@@ -5,8 +5,9 @@ Each rank runs this module.
 1. Rank 0 forks a process, the judge, that collects all findings. The judge uses neither GPU nor
    disk, so a hung driver cannot block it.
 2. Each rank sends the name of a check before the check runs, and finally the findings, through a
-   TCPStore. An alarm kills a rank that hangs. The judge does not wait for a rank that never starts.
-3. If no rank has a fault, all ranks do one all-reduce with a deadline.
+   TCPStore. An alarm kills a rank that hangs. The judge waits up to 3 x PREFLIGHT_TIMEOUT_S for
+   ranks to start.
+3. If there are several ranks and none has a fault, they do two all-reduces with a deadline.
 4. If most nodes have the same fault, no node is blamed.
 5. The judge prints a summary and writes JOB_DIR/preflight.jsonl (one line per rank) and
    JOB_DIR/bad-nodes (NODE<TAB>reason).
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 
 SOUND, FAILED, NAMED = 0, 1, 3
 COMMON_FRACTION = 2 / 3
-"""Smallest fraction of nodes with the same fault at which no node is blamed. A setting or a shared
-disk is then the likely cause."""
+"""Smallest fraction of nodes with the same fault (except "no gpu") at which no node is blamed. A
+setting or a shared disk is then the likely cause."""
 MIN_FREE_GB = 1.0
 """Free GB that the scratch directory needs, because compiled kernels take some hundred MB."""
 ALL_REDUCE_TIMEOUT_S, MARGIN_S = 40.0, 15.0
@@ -102,8 +103,8 @@ def check_rank(world: World, store: Any, read: Sequence[str], *, timeout_s: floa
 
 
 def follow(steps: Steps, findings: Findings, store: Any, *, timeout_s: float) -> None:
-    """Run the checks and collect the findings. SIGALRM ends a process that hangs, even in driver
-    code."""
+    """Run the checks and add their results to `findings`. SIGALRM ends a process that hangs, even
+    in driver code."""
     signal.alarm(math.ceil(timeout_s))
     try:
         for step in steps:
@@ -271,8 +272,8 @@ def multiply(a: "torch.Tensor", b: "torch.Tensor") -> "torch.Tensor":
 
 
 def all_reduce(world: World, *, on_gpu: bool) -> Steps:
-    """Do an all-reduce over all ranks, and yield the throughput in GB/s of the data that this rank
-    sends."""
+    """Do an all-reduce over all ranks. Yield the GB/s that this rank sends, and a fault if the sum
+    is wrong."""
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a timeout raises instead of ending the process
     import torch
     from torch import distributed

@@ -14,7 +14,8 @@ jobs of the plan. To submit a failed member again, run `cluster/submit` again. W
 a plan is in the queue, no second command submits the plan.
 
 If a job fails, the jobs that wait for it leave the queue (--kill-on-invalid-dep). Later waves skip
-them. A grid that reads the runs of another grid begins even if members of the other grid failed.
+these jobs. A grid that reads the runs of another grid begins even if members of the other grid
+failed.
 
 Exit codes: 0 submitted, or everything is done; 1 rejected by sbatch; 2 the submission cannot run.
 """
@@ -192,8 +193,8 @@ class Queue:
         )
 
     def next(self, stage: Stage) -> Submission | None:
-        """Return the submission of the members that were never submitted; None if there are
-        none."""
+        """Return the submission of the members that were never submitted. Return None if there are
+        none, or if a required stage has failed."""
         queued = [each for each in stage.members if each.work.writes in self.writers]
         if queued:
             numbers = f" {compressed(each.index for each in queued)}" * stage.entry.is_grid
@@ -221,7 +222,8 @@ class Queue:
         return submission
 
     def figure(self) -> Submission | None:
-        """Return the submission of the figure; None if it is queued or a stage has failed."""
+        """Return the submission of the figure. Return None if it is queued, a stage has failed, or
+        nothing was submitted."""
         last = [job for stage in self.plan.stages for job in self.waits(stage.name)]
         place = self.plan.drawn
         is_queued = place in self.writers or str(Path(place).resolve()) in self.begun

@@ -1,10 +1,10 @@
 """Requests to SLURM, and the output paths (places) of jobs. Imports only the standard library
 (Python 3.9 or newer).
 
-Two jobs for one run or dataset would only wait for each other's lock. `cluster/submit` therefore
-records the output paths of a job in jobs/JOB/writes. Each line has the array task that writes the
-path (or "-": all tasks), a tab, and the complete path. Jobs that squeue no longer lists do not
-count, so no cleanup is needed.
+A second job for a run or dataset would only wait for the first job's lock. `cluster/submit`
+therefore records the output paths of a job in jobs/JOB/writes. Each line has the array task that
+writes the path (or "-": all tasks), a tab, and the complete path. Jobs that squeue no longer lists
+do not count, so no cleanup is needed.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def nodes_of(partitions: str) -> list[dict[str, str]]:
 
 
 def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return aligned columns as lines, without wrapping (for terminals, logs and grep)."""
+    """Return aligned columns as lines, without wrapping."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -170,7 +170,7 @@ def shape(about: Mapping[str, str]) -> list[str]:
 
 def wait_for_successor(array: str, task: str | None, successor: str) -> None:
     """Make the pending jobs that wait for a job (or array task) wait for its successor instead.
-    Jobs that wait for the complete array wait for both."""
+    Jobs that wait for the complete array then wait for array and successor."""
     label = array if task is None else f"{array}_{task}"
     words = ("squeue", "--noheader", "--me", "--states=PENDING", "--format=%F %E")
     with open(Path("jobs", ".dependencies"), "w") as lock:  # tasks of an array end at the same time

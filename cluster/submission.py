@@ -13,7 +13,6 @@ from cluster.slurm import SlurmError, count_gpus, nodes_of
 WARNING = "warning: "
 """Prefix of a printed warning. A warning does not stop a submission."""
 GPU_OPTIONS = ("gpus-per-node", "gres", "gpus", "gpus-per-task", "gpus-per-socket")
-"""Options of sbatch that request GPUs."""
 SHAPES = (
     *("nodes", "ntasks", "ntasks-per-node", "exclusive", "oversubscribe"),
     *("gpus", "gpus-per-task", "gpus-per-socket"),
@@ -142,9 +141,9 @@ def book_part_of_node(submission: Submission, *, gpus: int | None = None) -> Sub
 
 
 def part_of_node(nodes: Iterable[Mapping[str, str]], *, gpus: int) -> tuple[int, int, int]:
-    """Return GPUs, CPUs and megabytes of a run on the smallest node. The run gets `gpus` GPUs and
-    their fraction of CPUs and memory. Without GPUs, it gets NUM_CPUS CPUs and their fraction of the
-    memory. `nodes`: output of `scontrol show node`."""
+    """Return GPUs, CPUs and megabytes of memory for a run on the smallest node. The run gets `gpus`
+    GPUs and their fraction of CPUs and memory. Without GPUs, it gets NUM_CPUS CPUs and their
+    fraction of the memory. `nodes`: output of `scontrol show node`."""
     known = [node for node in nodes if {"CPUTot", "RealMemory"} <= node.keys()]
     gpus = min(gpus, max((count_gpus(node.get("Gres", "")) for node in known), default=0))
     parts = []

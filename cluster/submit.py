@@ -36,7 +36,7 @@ SPEEDS = {"GPU_TFLOPS": "teraflops", "NODE_GBIT": "gbit_per_s", "GPU_GBIT": "gbi
 
 
 class NothingLeft(Exception):  # noqa: N818
-    """Raised if everything in the submission is finished or in the queue."""
+    """Everything in the submission is finished or in the queue."""
 
 
 class RefusedError(Exception):
@@ -44,7 +44,7 @@ class RefusedError(Exception):
 
 
 class QueueFullError(RefusedError):
-    """Raised if the user or the cluster has the maximum number of jobs."""
+    """The user or the cluster has the maximum number of jobs."""
 
 
 FULL = re.compile("Submit\\w*Limit|temporarily unable to accept job")

@@ -1,4 +1,4 @@
-"""One command as a value: its inputs, its output and its progress. Imports no torch.
+"""`Work`: one command with its inputs, output and progress. Imports no torch.
 
 The settings class of the command checks a `Work`, so mistakes are reported before the start. A
 `Work` is finished if its last file (a manifest or a result) exists and has the present settings.
@@ -54,7 +54,6 @@ class Command:
     words: tuple[str, str]
     schema: type[Settings]
     script: str
-    """Job script on SLURM."""
     seed: str = ""
     """Setting that `seeds` of a plan file sets."""
     place: str = "run_dir"

@@ -379,7 +379,7 @@ def refuse_hopeless(url: str, error: Exception) -> None:
 def _no_access(
     kind: Bucket, error: Exception, facts: str, names: set[str]
 ) -> tuple[str, str] | None:
-    """Return problem and fix if credentials, a fee or a wrong clock is the cause."""
+    """Return (problem, fix) if credentials, a fee or a wrong clock is the cause, else None."""
     if kind.payer and re.search("requester.?pays", facts, re.IGNORECASE):
         return "the reader pays for access", f"accept the fee with the storage option {kind.payer}"
     if _SKEWED.search(facts):

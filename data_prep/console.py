@@ -51,7 +51,8 @@ class _Output:
 
 
 def install() -> None:
-    """Replace both streams, unless a test or a notebook has replaced them."""
+    """Make stdout and stderr drop text that cannot be written. Streams that a test or a notebook
+    has replaced stay."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__"):

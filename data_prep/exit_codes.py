@@ -24,9 +24,8 @@ _WRONG_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirect
 
 def run_command(program: str, options: argparse.Namespace, *, rank: int = 0) -> int:
     """Run `options.run` and return the exit code. An error that the user can fix is printed in one
-    line; a bug keeps its traceback. Each rank prints its errors of files and locks, and after the
-    start (`options.started`) every error that is not `of_all_ranks`. The first rank prints the
-    others."""
+    line; a bug keeps its traceback. Rank 0 prints all its errors. Other ranks print only errors of
+    files and locks and, after the start (`options.started`), errors that are not `of_all_ranks`."""
     try:
         return int(options.run(options))
     except (ValueError, OSError) as error:

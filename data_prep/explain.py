@@ -51,7 +51,7 @@ class Explained:
     meaning: str
     type: str
     default: str | None
-    """None if the key is required."""
+    """Default as text; None if the key is required."""
     example: str = ""
     short: tuple[str, ...] = ()
     """Shorthands for the key on the command line."""
@@ -364,7 +364,7 @@ def settings_of(verb: argparse.ArgumentParser) -> list[Explained]:
 
 def _needs_of(schema: type[BaseModel]) -> dict[str, str | None]:
     """Return {key of a setting or section: further settings that its example needs}. Outer sections
-    take precedence."""
+    take precedence over inner sections."""
     found: dict[str, str | None] = {}
     for prefix, section in sections_of(schema):
         for each in section.__mro__:

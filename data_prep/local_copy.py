@@ -65,8 +65,8 @@ def local_copy(
 
 def own_host(directory: Path) -> str:
     """Return the host that receives a dataset's storage options. For a copy, this is the host of
-    its URL, even if the manifest names others. For a local dataset, this is the only host of its
-    remote shards."""
+    its URL, even if the manifest names others. For a local dataset, this is the host of its remote
+    shards; several hosts are an error."""
     if (directory / HOST_NAME).is_file():
         return (directory / HOST_NAME).read_text()
     splits = load_manifest(directory).splits.values()

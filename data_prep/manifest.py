@@ -7,7 +7,7 @@
       train-000000.paths       origins of the samples, in order: one JSON string per line
       train-wids.json          index for the package `wids`; our programs do not read it
       train-real.npy           an annotation of a split: packed bits, one row per sample
-      rejected.jsonl           one line for every rejected input: key, path, reason, sha256
+      rejected.jsonl           one line per rejected input: key, path, reason, detail, sha256
 
 Shards can be outside the directory, because `index` and `subset` copy nothing. Samples of an
 unlabeled split have the label -1. All text is UTF-8; `printable` in settings.py converts other file
@@ -173,7 +173,7 @@ class Manifest(Settings):
     num_written: int
     num_rejected: int
     num_left_out: dict[str, int] = Field(default_factory=dict)
-    """Number of inputs that were skipped before reading, by reason (classes, excluded)."""
+    """Reason, such as excluded -> number of skipped inputs. `whole classes`: number of classes."""
     num_held_out: int = 0
     """Number of images of the archive's `train` that became `val`."""
     max_reject_fraction: float = 1.0
@@ -333,7 +333,7 @@ def load_paths(directory: Path | str, shard: Shard) -> list[str]:
 
 
 def load_rejected(directory: Path | str, manifest: Manifest) -> list[dict[str, str]]:
-    """Return the lines of rejected.jsonl as dicts with key, path, reason and sha256."""
+    """Return the lines of rejected.jsonl as dicts."""
     return _lines(
         directory, REJECTED_NAME, sha256=manifest.rejected_sha256, count=manifest.num_rejected
     )

@@ -25,7 +25,7 @@ SELDOM_AFTER_S, SELDOM_INTERVAL_S = 600.0, 60.0
 SPEED_S = 600.0
 """Time in seconds over which speed is measured (at most the last 1,000 calls of `advance`)."""
 SILENT_S = 1.5
-"""Delay in seconds after which work that has not advanced is printed."""
+"""Time in seconds after which work without progress prints its first line."""
 DRAWN_AFTER_S = 0.5
 
 _open_lines: list["ProgressLine"] = []

@@ -31,7 +31,7 @@ from data_prep.errors import UserError
 
 TEMPORARY_PREFIX = ".tmp-"
 REPLACED = "replaced-"
-"""Start (after the prefix) of an old directory's name while a new directory replaces it."""
+"""Follows TEMPORARY_PREFIX in the name of an old directory while a new one replaces it."""
 HASHED_BYTES = 4 << 20
 
 

@@ -38,8 +38,8 @@ ANSWER_TIMEOUT_S = 10
 SLOW_S = 5.0
 """Duration in seconds above which even the first failure of a request is reported."""
 RANGE_BYTES, SLOWEST_BYTES_PER_S = 8 << 20, 64 << 10
-"""Objects are read in ranges of RANGE_BYTES. A server that is slower than SLOWEST_BYTES_PER_S
-counts as silent."""
+"""Objects are read in ranges of RANGE_BYTES. A server slower than SLOWEST_BYTES_PER_S is treated as
+silent."""
 MARKS = (
     "md5Hash",
     "crc32c",
@@ -319,10 +319,10 @@ def write_bytes(data: bytes, url: str, *, storage: Storage) -> None:
 
 
 def upload(path: Path, url: str, *, storage: Storage, stop: threading.Event | None = None) -> None:
-    """Upload the file, and repeat until the bucket confirms the same bytes. If the bucket does not
-    reply, the object is kept, because it may have replaced a complete object. `stop` ends the
-    upload at once. Uploaded parts of a large object then remain until a life-cycle rule of the
-    bucket removes them."""
+    """Upload the file, in several attempts if necessary, until the bucket confirms the same bytes.
+    If the bucket does not reply, the object is kept, because it may have replaced a complete
+    object. `stop` ends the upload at once. Uploaded parts of a large object then remain until a
+    life-cycle rule of the bucket removes them."""
     if _streams(url):
         problem, fix = "web servers are read-only", "choose a bucket (s3://, gs://, az://, hf://)"
         raise UserError(shown(url), problem, fix, code="unsupported")

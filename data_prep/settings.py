@@ -267,7 +267,8 @@ def in_yaml(value: Any) -> str:
 
 
 def example_of(field: FieldInfo) -> Any:
-    """Return an example value: the declared one, else another valid word, else the default."""
+    """Return an example that is not the default: declared, or a valid word. Else return the
+    default."""
     default = None if field.is_required() else field.get_default(call_default_factory=True)
     words = (
         get_args(field.annotation)
@@ -323,9 +324,9 @@ _LIKE_AN_ESCAPE = re.compile(r"\\(?=x[0-9a-f]{2})")
 
 
 def printable(name: str) -> str:
-    """Return the name as valid UTF-8, for records, lists and class names. Any other byte becomes an
-    escape such as \\xe9, and a backslash that looks like an escape becomes \\x5c. Different names
-    therefore stay different, and each can be recovered."""
+    """Return the name as valid UTF-8, for records, lists and class names. A byte that is not UTF-8
+    becomes an escape such as \\xe9, and a backslash that looks like an escape becomes \\x5c.
+    Different names therefore stay different, and each can be recovered."""
     return readable(_LIKE_AN_ESCAPE.sub(r"\\x5c", name))
 
 

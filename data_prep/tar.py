@@ -81,9 +81,9 @@ def walk(
     beginning: int = 0,
     refuse_links: bool = True,
 ) -> Generator[Member, None, int]:
-    """Yield the regular files of the tar at `offset`; return the offset of its end mark.
-    `beginning`: byte from which messages count. Links and devices are errors; without
-    `refuse_links` they are skipped."""
+    """Yield the regular files of the tar at `offset`; return the offset of its end mark. Messages
+    count bytes from `beginning`. Links and devices are errors; without `refuse_links` they are
+    skipped."""
     # extended headers contain the name and size of the next member
     name: str | None = None
     size: int | None = None
@@ -133,7 +133,7 @@ def read_member(descriptor: int, offset: int, num_bytes: int) -> bytes:
 
 
 def read_checked(descriptor: int, offset: int, num_bytes: int) -> bytes:
-    """Return the data of a member, if the block before the data is still a header of that size."""
+    """Return the data of a member. Raise TarError if the block before is no header of this size."""
     block_and_data = read_member(descriptor, offset - BLOCK, BLOCK + num_bytes)
     _, size = _kind_and_size(block_and_data[:BLOCK], offset - BLOCK)
     if size != num_bytes or len(block_and_data) != BLOCK + num_bytes:
@@ -198,8 +198,8 @@ def _kind_and_size(block: bytes, offset: int) -> tuple[bytes, int]:
 
 
 def _number(field: bytes) -> int | None:
-    """Return the number in a header field. Negative numbers are errors: a negative size would lead
-    `walk` backwards."""
+    """Return the number in a header field; None if it is not valid or is negative. A negative size
+    would lead `walk` backwards."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     match = _OCTAL.fullmatch(field.split(b"\0", 1)[0])
@@ -258,7 +258,7 @@ def _pax(
 # ---- writing
 
 RECORD_BYTES: Final = 20 * BLOCK
-"""Record size in bytes. Every tar program pads an archive to a multiple of it."""
+"""Every tar program pads an archive to a multiple of this size."""
 MAX_NAME_BYTES: Final = 100
 MAX_PREFIX_BYTES: Final = 155
 MAX_MEMBER_BYTES: Final = 8**11 - 1

@@ -18,7 +18,7 @@ from data_prep.images.rejection import Rejection
 from data_prep.manifest import PICTURES
 
 Row = tuple[str, int, int]
-"""Relative path, modification time in ns, and size in bytes (for `Entries.of`)."""
+"""Path relative to the listed folder, modification time in ns, and size in bytes."""
 NOWHERE, NOT_PLAIN, NO_IMAGE = -1, -2, -3
 """Values that replace the size of broken links, of pipes and devices, and of files that are not
 images."""

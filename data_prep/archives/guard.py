@@ -57,7 +57,7 @@ def report_damage(
 
 
 def stamp_of(paths: Sequence[Path]) -> str:
-    """Return sizes and modification times of the files as one text, to detect changes later."""
+    """Return sizes and modification times of the files as text for `changed_since`."""
     stamps = []
     for path in paths:
         with report_damage(path):

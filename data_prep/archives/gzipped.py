@@ -25,8 +25,8 @@ def read_members(path: Path, wanted: Container[str]) -> dict[str, bytes]:
 
 
 def unpack_members(path: Path, wanted: Container[str], folder: Path, *, max_bytes: int) -> None:
-    """Write the wanted files into `folder`. The folder appears only when all of its files are
-    complete."""
+    """Write the files whose names are in `wanted` into `folder`. The folder appears only when all
+    of its files are complete."""
     with atomic_directory(folder) as temporary:
         for name, pieces in _members(path, wanted, max_bytes=max_bytes):
             with open(temporary / name, "wb") as file:

@@ -4,9 +4,9 @@
     PARTS/inventory/*.bin             container and label (int32), offset, size and name_end (int64)
                                       of each input; the names
 
-Columns are memory-mapped, so all workers and tasks read one copy. On disk, an input takes 28
-bytes plus its name. Invariants: containers are sorted, and the entries of a container are sorted by
-name. A row number is therefore the same input on every machine. `containers.json` is written last.
+Columns are memory-mapped, so all workers and tasks read one copy. On disk, an input takes 32 bytes
+plus its name. Invariants: containers are sorted, and the entries of a container are sorted by name.
+A row number is therefore the same input on every machine. `containers.json` is written last.
 """
 
 import hashlib
@@ -46,7 +46,8 @@ class Container(NamedTuple):
     """Label of all entries in the container; None if each entry has its own."""
     offset: int = 0
     num_bytes: int = 0
-    """`offset` and `num_bytes` are its range in a larger file, in bytes, items or row groups."""
+    """Size of the container's range in a larger file, from `offset`, in bytes, items or row
+    groups."""
     stamp: str = ""
     """Size and modification time of the container's file; "" if only a new listing can show
     changes."""
@@ -103,7 +104,8 @@ class Outline:
     """Name and stamp (size, time) of other files that determine labels, such as annotations."""
 
     def differs_from(self, other: "Outline") -> set[str]:
-        """Return the names of containers and files that differ between the two outlines."""
+        """Return the paths of containers in only one outline, and of files with different
+        stamps."""
         paths, others = ({part.path for part in outline.containers} for outline in (self, other))
         return (paths ^ others) | {name for name, _ in set(self.beside) ^ set(other.beside)}
 
@@ -157,7 +159,7 @@ def open_inventory(directory: Path, stamp: str) -> Inventory:  # noqa: ARG001 (a
 
 
 def write_inventory(directory: Path, outline: Outline, listed: Iterable[Entries]) -> Inventory:
-    """Write the entries of all containers, in the outline's order, into `directory`."""
+    """Write and return an inventory. `listed`: entries of each container of the outline."""
     digest = hashlib.sha256(canonical_json(outline.classes))
     stamp = hashlib.sha256(canonical_json(outline.beside))
     hashes = {name: hashlib.sha256() for name in _COLUMNS}

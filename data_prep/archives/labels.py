@@ -181,5 +181,5 @@ def _column(
 
 
 def _is_file(path: Path) -> bool:
-    """Return True if the file exists, with this name or with an added ending."""
+    """Return True if the file exists with this name, or with an added ending."""
     return path.is_file() or any(path.parent.glob(f"{glob.escape(path.name)}.*"))

@@ -17,7 +17,7 @@ DEFAULT_SHARD = 8192
 
 
 def _first_present(given: Any) -> Any:
-    """Return the first source of a list whose path exists, or else the last source."""
+    """Choose from a list of sources: the first source with an existing path, or else the last."""
     if isinstance(given, list) and given:
         given = next(filter(_is_present, given), given[-1])
     if not isinstance(given, dict):

@@ -53,7 +53,7 @@ NUM_COMPARISONS = 512
 """Approximate number of worker jobs that compare a source with its listing."""
 NUM_NAMED = 3
 _Changes = tuple[int, tuple[str, ...]]
-"""Number of changed files in one container, and the first NUM_NAMED names."""
+"""Number of changed files in one container, and the first NUM_NAMED of their names."""
 
 
 class TooManyRejected(UserError):  # noqa: N818
@@ -230,8 +230,7 @@ def _name_repeats(work: Workplan, records: list[ShardRecord]) -> None:
 
 
 def write_rejected(directory: Path, records: Iterable[ShardRecord]) -> str:
-    """Write rejected.jsonl, with a line for every rejected input, sorted. Return the file's
-    sha256."""
+    """Write rejected.jsonl: a line for every rejected input, sorted. Return the file's sha256."""
     lines = [
         json.dumps(reject.model_dump(), sort_keys=True)
         for record in records

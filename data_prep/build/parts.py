@@ -30,7 +30,7 @@ from data_prep.publish import (
 from data_prep.settings import S, Settings, differences
 
 BEGUN = "begun"
-"""Name of the file that records which dataset is being written."""
+"""Name of the record (begun.json) of the dataset that is being written."""
 AT_WORK = "at-work"
 """Directory that an array task locks while it writes shards."""
 
@@ -52,9 +52,8 @@ LocalDirectory = Annotated[str, AfterValidator(refuse_url)]
 
 def claim(directory: Path) -> None:
     """Mark the directory as a dataset of data_prep before any other write. Raise UserError if the
-    directory contains other files. These are never deleted or overwritten, even if they have
-    names like `parts/`, `.tmp-*` or `rejected.jsonl` (issue 17). Several array tasks may call this
-    at once."""
+    directory contains other files. Such files are never deleted or overwritten, even if named
+    `parts/`, `.tmp-*` or `rejected.jsonl` (issue 17). Several array tasks may call this at once."""
     make_directory(directory)
     strangers = sorted({path.name for path in directory.iterdir()} - {LOCK})
     if strangers and not (directory / PARTS).is_dir():

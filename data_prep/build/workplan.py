@@ -60,12 +60,12 @@ INVENTORY_NAME = "inventory"
 NUM_NAMED = 20
 """Largest number of damaged containers that one error names."""
 NUM_JOBS, LEAST_SHARD = 16, 512
-"""Largest number of shards of a small split, and smallest number of samples in a shard."""
+"""Largest number of shards of a small split, and smallest default of `shard_size`."""
 CANDIDATE_NAME = TEMPORARY_PREFIX + "candidate"
 
 
 class ShardPlan(Settings):
-    """One shard: the positions `start` to `stop` in the order of `split`."""
+    """One shard: the positions `start` to `stop` - 1 in the order of `split`."""
 
     name: str
     split: str
@@ -245,7 +245,7 @@ def _has_shards(work: Workplan) -> bool:
 
 
 def _check_decoder(begun: Workplan) -> None:
-    """Raise UserError if the dataset was begun with other decoder versions. Their pixels differ
+    """Raise UserError if the dataset was begun with other decoder versions, whose pixels differ
     slightly."""
     if begun.decoder != decoder_version():
         raise UserError(
@@ -298,8 +298,8 @@ def described(settings: BuildSettings, source: Source, exclusions: Exclusions) -
 def _listed(
     settings: BuildSettings, source: Source, pool: Pool, *, before: Workplan | None
 ) -> Inventory:
-    """Return the existing inventory if no container has changed, otherwise list the source
-    again."""
+    """Return the existing inventory if all containers have a stamp and none has changed. Otherwise
+    list the source again."""
     outline = outline_of(settings, source)
     directory = settings.directory / PARTS / INVENTORY_NAME
     if before is not None and (directory / HEAD_NAME).exists():
@@ -340,7 +340,7 @@ def outline_of(settings: BuildSettings, source: Source) -> Outline:
 
 
 def _entries(source: Source, outline: Outline, pool: Pool, *, ahead: int) -> Iterator[Entries]:
-    """Yield the entries of each container, in order. At most `ahead` containers are listed in
+    """Yield the entries of each container, in order. Workers list up to `ahead` containers in
     advance."""
     waiting: deque[Future[Entries]] = deque()
     damaged: list[UserError] = []
@@ -430,8 +430,8 @@ def _write_orders(
 
 
 def shard_size(num_samples: int, *, most: int) -> int:
-    """Return the number of samples per shard of a split. A small split has up to `NUM_JOBS` smaller
-    shards, because one worker writes a shard. The number of workers has no effect on the bytes."""
+    """Return the number of samples per shard: `most`, unless it is the default. Then a small split
+    has up to `NUM_JOBS` smaller shards, so that several workers can write it."""
     if most != DEFAULT_SHARD:
         return most
     return min(most, max(LEAST_SHARD, -(-num_samples // NUM_JOBS)))
@@ -497,8 +497,8 @@ def _draw_images(
 def _renumber(
     settings: BuildSettings, inventory: Inventory, arrangement: Arrangement
 ) -> tuple[NDArray[np.int32], tuple[str, ...], Counter[str]]:
-    """Return the new label of each class (-1: skipped), the dataset's classes, and the numbers of
-    skipped inputs."""
+    """Return the new label of each class (-1: skipped), the dataset's classes, and the number of
+    skipped inputs by reason."""
     kept = settings.kept_classes
     staying = set(
         range(len(inventory.classes)) if arrangement.labels is None else arrangement.labels

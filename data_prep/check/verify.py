@@ -73,7 +73,7 @@ class ShardFindings:
 class Verification:
     manifest: Manifest
     faults: list[str]
-    """Descriptions of the faults, at most MAX_LISTED for a shard."""
+    """At most MAX_LISTED descriptions for each shard."""
     num_faults: int
     notes: list[str]
 
@@ -269,7 +269,7 @@ def _walk(
 
 
 def _is_label(expected: _Expected, label: int, sample: Run, content: mmap.mmap | bytes) -> bool:
-    """Return True if the sample's `.cls` has this label, or if it cannot be compared."""
+    """Return True if the sample's `.cls` has this label, or if `.cls` cannot be compared."""
     in_tar = expected.in_tar
     if in_tar is None:
         return True

@@ -5,7 +5,8 @@ others), then splits that may lose samples. Within a split, the order of the sha
 
 1. Among samples with equal pixels, the first stays.
 2. Among samples with equal perceptual hashes and similar colors, the first stays.
-3. A sample is dropped if its perceptual hash is near the hash of an earlier sample that stays.
+3. A sample is dropped if an earlier sample that stays has a near perceptual hash and similar
+   colors.
 
 Test sets stay complete, and every dropped sample is like a sample that stays. A dataset built
 without the listed samples has no duplicates in these splits.
@@ -61,15 +62,15 @@ class Duplicates:
     positions: Ids
     """Positions of the repeated samples in the concatenation of all splits, ascending."""
     likes: Ids
-    """For each entry of `positions`, the position of the earlier sample."""
+    """For each entry of `positions`, the position of the earlier sample that it repeats."""
     distances: NDArray[np.int64]
     """Number of differing bits of the perceptual hashes; -1 for equal pixels."""
     num_plain: int
-    """Number of images that are compared by pixels only (see hashes.py)."""
+    """Number of the dataset's images that are compared by pixels only (see hashes.py)."""
 
     def pairs(self) -> Iterator[tuple[int, int, int, Part, Part]]:
-        """Yield for each dropped sample: its position, the earlier position, the distance, and the
-        parts of both."""
+        """Yield for each dropped sample: its position, the position of the earlier sample that it
+        repeats, their distance, and the parts of both."""
         columns = (self.positions.tolist(), self.likes.tolist(), self.distances.tolist())
         for position, like, distance in zip(*columns, strict=True):
             part, other = (
@@ -135,7 +136,7 @@ def _parts(directory: Path, against: tuple[Path, ...], splits: tuple[str, ...]) 
 
 def compare(hashes: Hashes, *, near: int | None, first: int) -> tuple[Ids, NDArray[np.int64]]:
     """Return for each sample the position of the earlier similar sample (-1: none), and the number
-    of differing bits (-1: equal pixels)."""
+    of differing bits (-1: equal pixels). Near hashes are searched only for samples from `first`."""
     like, distance = np.full(len(hashes), -1, np.int64), np.full(len(hashes), -1, np.int64)
     pixels = hashes["pixels"]
     order = np.lexsort((pixels[:, 1], pixels[:, 0]))  # stable: equal hashes stay in their order
@@ -203,7 +204,7 @@ def _reason(distance: int) -> str:
 
 
 def _names(found: Duplicates, storage: Storage) -> dict[int, tuple[str, str]]:
-    """Return key and path of both samples of each pair. Every shard is read once."""
+    """Return {position: (key, path)} for both samples of each pair. Every shard is read once."""
     positions = np.unique(np.concatenate([found.positions, found.likes]))
     names: dict[int, tuple[str, str]] = {}
     for part in found.parts:
@@ -245,7 +246,7 @@ def _is_list(path: Path) -> bool:
 
 
 def summary(found: Duplicates) -> Counter[tuple[str, str, str, str]]:
-    """Count the dropped samples by (split, other dataset, other split, reason)."""
+    """Count the dropped samples by (split, dataset and split of the earlier sample, reason)."""
     return Counter(
         (part.split, other.manifest.name, other.split, _reason(distance))
         for _, _, distance, part, other in found.pairs()

@@ -33,7 +33,7 @@ from data_prep.remote import Storage
 Hashes = NDArray[np.void]
 DTYPE = np.dtype([("pixels", "<u8", 2), ("bits", "<u8"), ("colors", "i1", 48), ("plain", "?")])
 VERSION = 2
-"""Version of the fingerprints. Cached hashes of other versions are ignored."""
+"""Cached fingerprints of other versions are ignored."""
 NUM_BITS, SIDE, GRID = 64, 32, 4
 SAME_COLORS = 0.95
 """Smallest correlation of two color grids that count as equal. Re-encoding (quality 20), halving
@@ -42,8 +42,8 @@ PLAIN_SPREAD = 3.0
 """Largest standard deviation, in levels of 0 to 255, of an image of nearly one color."""
 FLAT_SHARE, FLAT_LEVELS, INK_SPREAD = 0.3, 5, 3.0
 """Thresholds of line art. At least the fraction FLAT_SHARE of the pixels is within FLAT_LEVELS
-neighboring gray levels. All colors are on one line between background and ink: the standard
-deviation across the line is below INK_SPREAD (of 255 levels)."""
+neighboring gray levels. All colors are on one line of RGB space: the standard deviation across the
+line is below INK_SPREAD (of 255 levels)."""
 _COLOR_SCALE = 18.0  # 48 values of mean 0 and spread 1 are within +-7
 _BATCH = 256
 

@@ -45,7 +45,7 @@ def near_pairs(
 def _pairs_of_table(
     bits: NDArray[np.uint64], masks: list[np.uint64], *, near: int, first: int
 ) -> tuple[Ids, Ids]:
-    """Return the pairs that the last mask finds and no earlier mask finds."""
+    """Return the near pairs that agree in the bits of the last mask, but of no earlier mask."""
     keys = bits & masks[-1]
     order = np.argsort(keys)
     keys, ordered = keys[order], bits[order]  # makes compared values contiguous

@@ -16,8 +16,9 @@ Ids = NDArray[np.int64]
 
 
 def ranking(labels: Ids, *, seed: int, keep: NDArray[np.bool_]) -> Ids:
-    """Return the positions in `keep` in the order of selection. The order within a class depends
-    only on positions in the split, so excluding samples does not change the order of the others."""
+    """Return the positions that `keep` marks, in the order of selection. The order within a class
+    depends only on positions in the split, so excluding samples does not change the order of the
+    others."""
     positions = np.flatnonzero(keep)
     ranks, sizes, classes = _ranks(labels, positions, seed=seed)
     priorities = (ranks + 0.5) / sizes
@@ -26,15 +27,15 @@ def ranking(labels: Ids, *, seed: int, keep: NDArray[np.bool_]) -> Ids:
 
 
 def per_class(labels: Ids, count: int, *, seed: int, keep: NDArray[np.bool_]) -> Ids:
-    """Return `count` positions of `keep` for every class, or all of a smaller class."""
+    """Return `count` positions that `keep` marks in each class, or all of a smaller class."""
     positions = np.flatnonzero(keep)
     ranks, _, _ = _ranks(labels, positions, seed=seed)
     return positions[ranks < count]
 
 
 def _ranks(labels: Ids, positions: Ids, *, seed: int) -> tuple[Ids, Ids, Ids]:
-    """Return, for each position, its rank in the seeded order of its class, the class size, and the
-    class."""
+    """Return, for each position, its rank in the seeded order of its class, the size of the class
+    in `positions`, and the class."""
     classes = labels[positions]
     draws = _draws(len(labels), seed=seed, stream=0)[positions]
     order = np.lexsort((draws, classes))
@@ -49,8 +50,8 @@ def _ranks(labels: Ids, positions: Ids, *, seed: int) -> tuple[Ids, Ids, Ids]:
 
 
 def _draws(count: int, *, seed: int, stream: int) -> NDArray[np.uint64]:
-    """Return raw random words. numpy promises equal raw words in all versions, but not equal
-    permutations."""
+    """Return random 64-bit integers. numpy promises that these, but not permutations, are equal in
+    all versions."""
     return np.asarray(
         np.random.Philox(np.random.SeedSequence([seed, stream])).random_raw(count), np.uint64
     )

@@ -1,4 +1,4 @@
-"""`data_prep subset`: make a dataset of some samples of another, without copying images.
+"""`data_prep subset`: make a dataset of some samples of another dataset, without copying images.
 
 The new directory has a manifest, and the index rows and paths of each shard with chosen samples.
 The tars stay in place. The manifest has paths relative to the new directory, so move both datasets
@@ -236,7 +236,8 @@ def _sized(
 
 
 def _listed(parent: _Parent, split: Split, found: set[str]) -> list[bool]:
-    """Return, for every sample, True if its path is listed. Add the listed paths to `found`."""
+    """Return, for every sample, True if an exclusion list has its path. Add these paths to
+    `found`."""
     listed, is_listed = parent.exclusions.paths, list[bool]()
     with progress("reading paths", total=split.num_samples, unit="paths") as line:
         for shard in split.shards:

@@ -97,7 +97,6 @@ SHARED: dict[str, dict[str, dict[str, Any]]] = {
     },
     "json": {"--json": {"action": "store_true", "help": "print the result as JSON"}},
 }
-"""Options that several commands share, by group."""
 
 
 def settings_of(schema: type[S], options: argparse.Namespace, shortcuts: list[str]) -> S:

@@ -70,8 +70,8 @@ class ImageSpec(Settings):
     """Decode large JPEGs at 1/2, 1/4 or 1/8 of their size before resizing, which is faster."""
     max_pixels: int = Field(PIXEL_BUDGET, ge=1, le=MAX_PIXELS)
     """Largest number of pixels of an input; larger images are rejected. If a JPEG is decoded at
-    reduced size, its decoded pixels count, unless encoding=keep. Each pixel takes up to 16 bytes of
-    memory."""
+    reduced size, its decoded pixels are limited, unless encoding=keep. Each pixel takes up to 16
+    bytes of memory."""
 
     @model_validator(mode="after")
     def _shape_is_stored(self) -> Self:

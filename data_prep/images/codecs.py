@@ -6,7 +6,7 @@ This module reads the headers, so sizes are known before decoding:
   files the size of their only frame (VP8 is lossy, VP8L lossless).
 - AVIF: boxes of one image. Sequences (brand avis) are not read, because imagecodecs 2026.3 writes
   beyond its buffer for their first frame.
-- JPEG XL: a codestream, or boxes that hold it. libjxl turns the image upright.
+- JPEG XL: a codestream, or boxes that contain it. libjxl turns the image upright.
 """
 
 import re
@@ -114,8 +114,7 @@ def _webp_size(name: bytes, body: bytes) -> tuple[int, int] | None:
 
 
 def _avif(data: bytes) -> Header:
-    """Read the properties of the largest image: a thumbnail is smaller, and tiles are parts of
-    it."""
+    """Read the properties of the largest image. Thumbnails and tiles are smaller."""
     extents = [(int.from_bytes(w), int.from_bytes(h)) for w, h in _EXTENT.findall(data)]
     bits, quarters, mirror = (each.search(data) for each in (_BITS, _QUARTERS, _MIRROR))
     exif = Image.Exif()

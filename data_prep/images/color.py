@@ -26,7 +26,7 @@ def rawmode_of(image: Image.Image) -> str:
 
 
 def to_rgb(image: Image.Image, *, rawmode: str = "") -> Image.Image:
-    """Return the image as RGB. `rawmode`: the result of `rawmode_of` before it was loaded."""
+    """Return the image as RGB. `rawmode`: result of `rawmode_of` before the loading."""
     mode, transparent = image.mode, image.info.get("transparency")
     if mode == "RGB" and transparent is None:
         return image

@@ -37,7 +37,7 @@ from data_prep.images.rejection import Rejection, rejecting
 from data_prep.images.tiff import decode_tiff
 
 MAX_PIXELS: Final = 178_956_970
-"""Largest accepted number of pixels in a header. Pillow suspects a decompression bomb above it."""
+"""Largest accepted number of pixels: Pillow's limit for decompression bombs."""
 PIXEL_BUDGET: Final = 64_000_000
 """Default of `max_pixels`. It needs up to 1 GB of memory: 4 bytes per pixel, and copies."""
 EXTENSIONS: Final = {
@@ -170,7 +170,8 @@ def _decode_opened(data: bytes, image: Image.Image, *, max_pixels: int) -> Pictu
 
 
 def check_tiles(image: Image.Image) -> None:
-    """Raise Rejection if the image needs another decoder of Pillow, or has tiles outside its area.
+    """Raise Rejection if a tile needs a decoder that `PILLOW_DECODERS` lacks, or is outside the
+    image.
 
     Pillow checks the tiles, too, but its sums overflow before version 12.2.
     """

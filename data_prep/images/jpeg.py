@@ -15,7 +15,7 @@ code, an unsupported or misplaced marker in a scan, and stray bytes within or af
 data. Stray bytes between header segments, 0x00 or 0xFF before the end, variants of the Adobe and
 JFIF segments, and all metadata are harmless. A decoder reports only its first warning. If that
 warning is harmless, its cause is removed and the JPEG is decoded again. imagecodecs decodes JPEGs
-of rare subsampling; it reports no warnings, so `check_markers` does. Pillow decodes no JPEG.
+of rare subsampling without warnings, so `check_markers` checks them.
 
 A JPEG of `crop=full` stores its original shape as a pixel density in its first segment.
 
@@ -141,7 +141,7 @@ def decode_plain_into(data: bytes, out_HW3: NDArray[np.uint8]) -> bool:
 
 
 def plain_frame(data: bytes) -> Frame | None:
-    """Return the frame if the header is plain: 8 bits, one or three channels, no orientation; else
+    """Return the frame if the header is plain: 8 bits, one or three channels, no EXIF or XMP; else
     None."""
     if data[:3] != b"\xff\xd8\xff":
         return None
@@ -181,7 +181,7 @@ def aspects_of(content: NDArray[np.uint8], starts_B: NDArray[np.int64]) -> NDArr
 
 
 def check_markers(data: bytes) -> None:
-    """Raise Rejection for misplaced markers, because the decoder of imagecodecs accepts them
+    """Raise Rejection for misplaced markers or a missing end marker, which imagecodecs accepts
     silently."""
     num_restarts, is_scan = 0, False
     for marker, _, _ in _segments(data):
@@ -252,7 +252,7 @@ def _has_end(data: bytes) -> bool:
 
 
 def _is_one_scan(data: bytes, num_channels: int) -> bool:
-    """Return True if the first scan has all pixels: it is sequential and has all channels."""
+    """Return True if the JPEG is sequential, and its only scan has all channels."""
     found = list(_segments(data))
     scans = [start for marker, start, _ in found if marker == _START_OF_SCAN]
     return (

@@ -15,7 +15,6 @@ from data_prep.errors import UserError
 
 MAX_DETAIL_CHARACTERS = 200
 _EARLY_END = re.compile("truncated|not enough image data|NEED_MORE_INPUT", re.IGNORECASE)
-"""Words in decoders' messages about a file that ends early."""
 
 
 class Rejection(Exception):  # noqa: N818 (a rejection is an expected outcome, not an error)

@@ -45,7 +45,7 @@ class StockShard:
     """Name of the shard in the dataset: SPLIT-NUMBER."""
     split: str
     place: str
-    """Local path or URL, as given in the config."""
+    """Local path or URL, expanded from a pattern of the config."""
     file: str
     """Path of the shard in the manifest: relative to the dataset directory, or a URL."""
     title: str

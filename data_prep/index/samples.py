@@ -87,7 +87,8 @@ class StockSample:
     key: str
     members: list[tuple[str, Member]] = field(default_factory=list)
     num_runs: int = 0
-    """Number of groups of adjacent members. If it is above 1, webdataset reads several samples."""
+    """Number of groups of adjacent members. If above 1, webdataset reads the groups as several
+    samples."""
 
 
 class IndexRow(NamedTuple):
@@ -154,7 +155,8 @@ def read_shard(path: Path, plan: IndexPlan, *, name: str) -> Contents:
 
 
 def gather(path: Path, found: Contents) -> list[StockSample]:
-    """Return the samples in the order of their first members, and count members without a key."""
+    """Return the samples in the order of their first members. `found` gets the number of members
+    without a key."""
     with open(path, "rb") as file:
         head = file.read(8)
     kind = next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
@@ -303,8 +305,8 @@ def _rejected(
 
 
 def label_of(data: bytes, kind: str, *, classes: dict[str, int] | None) -> int | str:
-    """Return the label: a number, or a word if `classes` is None. `kind` is cls, txt or
-    json:FIELD.SUBFIELD. Raise Rejection if the label is not valid."""
+    """Return the label as a number, or as a word if it is a word and `classes` is None. `kind` is
+    cls, txt or json:FIELD.SUBFIELD. Raise Rejection if the label is not valid."""
     value: int | str
     if kind.startswith("json:"):
         value = _field(data, kind.partition(":")[2])

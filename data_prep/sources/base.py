@@ -124,11 +124,10 @@ def move_to_val(
     per_class: int = 0,
     firsts: NDArray[np.int64] | None = None,
 ) -> Arrangement:
-    """Move a number of images, or a fraction, of every class from `train` to `val`. The random
-    choice in a class depends on its name, not on other classes. A fraction takes at least one image
-    of a class with two or more, and none of a class with one. Unlabeled images stay in `train`.
-    `firsts`: for each image, the position in `train` of the first byte-equal image. Only first
-    images are counted and drawn; their copies follow them."""
+    """Move a number of images, or a fraction, of every class from `train` to `val`. A fraction
+    takes at least one image of a class with two or more, and none of a class with one. Unlabeled
+    images stay in `train`. `firsts`: for each image, the position in `train` of the first
+    byte-equal image. Only first images are counted and drawn; their copies follow them."""
     train = arrangement.splits["train"]
     labels, held = inventory.labels[train], np.zeros(len(train), np.bool_)
     firsts = np.arange(len(train)) if firsts is None else firsts

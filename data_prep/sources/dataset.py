@@ -1,9 +1,9 @@
 """Any dataset object `d` with torchvision's interface: `len(d)`, and (image, label) as `d[i]`.
 
 The image is a PIL image, an array or a tensor, and is stored without loss. Arrays and tensors have
-uint8 or floats from 0 to 1, and channels first or last. `d.classes` names the classes. Listing
-fetches every image unless the object has `d.targets` or `d.labels`; these are checked against
-`d[i]`. Every process makes its own object.
+uint8 or floats from 0 to 1 (rounded to 8 bits), and channels first or last. `d.classes` names the
+classes. Listing fetches every image unless the object has `d.targets` or `d.labels`; these are
+checked against `d[i]`. Every process makes its own object.
 
 The same index must give the same image every time, without random transforms. The manifest contains
 the factory's name and only a hash of its arguments, which may be local paths.

@@ -42,7 +42,7 @@ class FolderSettings(Settings):
     val_fraction: float = Field(0.1, ge=0, lt=1)
     """Fraction of each class of `train` that becomes `val`, if the folder has no `val`. Classes of
     two or more images give at least one; a class of one image stays in `train`. Byte-equal files
-    stay in one split and count once. 0: no `val`."""
+    stay in one split and count as one. 0: no `val`."""
     seed: int = Field(0, ge=0)
     """Seed that selects the images of `val`."""
     labels: str | None = Field(None, examples=["photos/labels.csv"])

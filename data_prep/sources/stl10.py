@@ -1,7 +1,7 @@
 """STL-10, binary version: stl10_binary.tar.gz as downloaded, or its folder stl10_binary.
 
-Pixels are stored channel by channel and column by column. Labels count from 1 in the files and from
-0 in datasets; the 100,000 images of the split `unlabeled` have the label -1. The annotation `folds`
+Pixels are stored channel by channel and column by column. Labels begin at 1 in the files and at 0
+in datasets; the 100,000 images of the split `unlabeled` have the label -1. The annotation `folds`
 of `train` has a column for each of the ten folds of 1,000 images.
 """
 

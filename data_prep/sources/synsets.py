@@ -2,7 +2,7 @@
 
 Three forms are read: a tar of one tar per synset (as ImageNet is downloaded), a folder of such
 tars, or a folder of folders. Synsets are sorted by wnid and images by name, so all forms give the
-same samples. Nothing is unpacked: an image is a range of bytes of the outermost file.
+same samples. No tar is unpacked: its images are ranges of bytes of the outermost file.
 """
 
 import os
