@@ -31,7 +31,7 @@ _LOOK_S = 1.0
 
 
 class EventLog(Protocol):
-    """Event log of a run. Any thread may call it."""
+    """Event log of a run. Any thread may write to it."""
 
     def metrics(self, values: dict[str, float], *, step: int) -> None: ...
     def sync(self) -> None: ...
@@ -136,7 +136,7 @@ class Uploader:
 
     def _best_there(self, newest: Path) -> list[Path]:
         """Return the checkpoint in the remote's best.json, which RUN may lack. Return [] if the
-        remote has a newer best checkpoint."""
+        remote also has a newer best checkpoint of RUN."""
         remote, step = self._remote, self._remote.best_step()
         if step not in remote.complete or step > step_of(newest):  # later steps were abandoned
             return []
