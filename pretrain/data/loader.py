@@ -169,8 +169,8 @@ def evaluation_batches(
     on_bad: OnBad = left_out,
     waits: Waits[Batch] = Future.result,
 ) -> "Batches[Batch]":
-    """Return every sample of the split once, in order, over all ranks. Padding and unreadable
-    samples are masked."""
+    """Return this rank's batches. Together the ranks read each sample of the split once, in order.
+    Padding and unreadable samples are masked."""
     plan = BatchPlan(local_batch_size * world.num_ranks, local_batch_size, world.num_ranks)
     num_batches = -(-reader.num_samples // plan.global_batch_size)  # per rank
     positions = itertools.islice(plan.sequence(consumed=0, rank=world.rank), num_batches)
