@@ -202,7 +202,7 @@ class MixerSpec(Settings):
         return int((image_size // self.patch_size) ** 2)
 
     def tokens(self, *, image_size: int) -> int:
-        """Number of tokens (S)."""
+        """Return the number of tokens (S)."""
         return self.num_tokens or self.num_patches(image_size=image_size)
 
     def hidden_sizes(self, *, num_tokens: int) -> tuple[int, int]:

@@ -94,7 +94,7 @@ def slurm_tags() -> dict[str, str]:
 
 
 KNOWN = ("cifar", "stl10", "tinyimagenet", "mnist", "imagenet1k", "imagenet21k")
-"""Kinds of sources with a single dataset, whatever its name."""
+"""Kinds of sources with a common name, which replaces the dataset's own name."""
 
 
 def target_of(manifest: Manifest) -> str:

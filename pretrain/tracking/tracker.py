@@ -410,5 +410,5 @@ def readable_events(lines: list[bytes]) -> list[dict[str, Any]]:
 
 
 def image_name(key: str) -> str:
-    """Return the key of an image in `last_steps`, next to the names of metrics."""
+    """Return the key of an image in `last_steps`, which also has metrics."""
     return f"image:{key}"
