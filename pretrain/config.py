@@ -128,7 +128,8 @@ class MixedDataset(Settings):
     split: str = "train"
     """Training split of this dataset."""
     weight: float | None = Field(None, ge=1e-6, le=1000, examples=[0.5])
-    """Sampling weight of this dataset, relative to the weights of the other datasets."""
+    """Sampling weight of this dataset, relative to the weights of the other datasets (default: see
+    data.weight)."""
 
 
 class ReadingSettings(Settings):

@@ -176,7 +176,7 @@ class Augmentation:
     def _finished(
         self, images_BHWC: Tensor, boxes: Boxes, *, weights: Floats | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Crop, mix and normalize in one pass. Return images, and weights of their labels."""
+        """Crop, mix and normalize in one pass. Return images and weights of their labels."""
         size, dtype, area = self.image_size, self.dtype, self._area
         if self._kernels:
             made: tuple[Tensor, Tensor | None] = self._kernels.crop_mix_normalize(

@@ -43,7 +43,7 @@ class Purpose(IntEnum):
 @dataclass(frozen=True)
 class Draws:
     """Random numbers for every image (or pair) of a batch. Each array in the arguments `more`
-    numbers several draws for one purpose, and adds its axes to the result."""
+    contains indices of draws for one purpose, and adds its axes to the result."""
 
     keys: tuple[ArrayLike, ...]
 

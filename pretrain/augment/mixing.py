@@ -4,7 +4,7 @@ with the previous image of the global batch. B batch, O size.
 Both images of a pair, or all images of the global batch, have the same weight and box. Random
 numbers decide if they are mixed, the method, and lambda ~ Beta(alpha, alpha). CutMix's box has the
 area fraction 1 - lambda around a uniform center. If the border cuts the box, the weight is the area
-outside the cut box (timm's `correct_lam`).
+fraction outside the cut box (timm's `correct_lam`).
 """
 
 from dataclasses import dataclass

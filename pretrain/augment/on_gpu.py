@@ -4,7 +4,7 @@ Results of the Triton kernel `_gather` must equal `resample`, `resample_levels` 
 on_cpu.py). One Triton program makes a block of output pixels from stored uint8 pixels, in the
 model's dtype. For `mixup_pairing: adjacent` it makes both images of a pair. For `ffcv` it computes
 an image and the previous image, and writes only their mixture. Levels equal torch's bit for bit:
-divisions are IEEE's and no product is fused with a sum. Floats agree within rounding.
+divisions are IEEE's and no product is fused with a sum.
 
 The kernel is a custom operator, so fake tensors launch nothing.
 """

@@ -7,8 +7,8 @@ A batch is made in these steps:
 
 1. The caller takes a finished batch. Then the loader submits the next request.
 2. The first free thread locates the samples of a group of requests, because numpy is slow for few
-   samples. The first group is one request, so that the first batch opens few indices. Each next
-   group is twice as large.
+   samples. The first group is one request, so that the first batch opens few indices. Later groups
+   have up to LOCATED_TOGETHER samples.
 3. The threads fill parts of one reused buffer.
 4. The last thread to finish looks up the labels and calls `finish` (the augmentation if it runs on
    the CPU, see feed.py).

@@ -248,7 +248,7 @@ class Trainer:
         return Feed(batches, self.augmentation, waits=self.stop.result)
 
     def _queue_step(self, feed: Feed) -> QueuedStep:
-        """Queue one step on the device: from `step` to `step + 1`."""
+        """Queue the step after `step` on the device."""
         self.first_read.raise_fault()
         step, lr = self.step, self.schedule.lr(self.step)
         PROGRESS.mark("waiting for data", step=step + 1)

@@ -75,7 +75,6 @@ class Position:
     has_ended: bool = False
     """True if the delivered bytes contain the end of the run."""
     status: str = ""
-    """Status of the MLflow run."""
 
     @staticmethod
     def path(run_dir: Path) -> Path:

@@ -193,8 +193,8 @@ def _given(word: str) -> str:
 
 @cache
 def git_commit() -> str:
-    """Return the commit of the running code, with -dirty if the code was changed. A cluster job's
-    copy of the code contains the commit."""
+    """Return the commit of the running code, with -dirty if the code was changed, or the version of
+    an installed package. A cluster job's copy of the code contains the commit."""
     here = Path(__file__).parents[1]
     said = here.parent / "COMMIT"
     try:
