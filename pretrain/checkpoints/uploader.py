@@ -1,9 +1,9 @@
 """The thread of the first rank that keeps the remote of a run up to date (`checkpoint.remote`).
 
-Each round uploads the checkpoints that the retention rules keep, newest first, removes the others,
-and uploads the records. A round begins when a checkpoint has appeared in RUN, and every RECORDS_S
-seconds. If the bucket fails, training continues, and the next round tries again. Any other
-exception ends the thread, and stops training at the next checkpoint.
+Each round uploads the checkpoints that the retention rules keep, newest first, removes the remote's
+other checkpoints, and uploads the records. A round begins when a checkpoint has appeared in RUN,
+and every RECORDS_S seconds. If the bucket fails, training continues, and the next round tries
+again. Any other exception ends the thread, and stops training at the next checkpoint.
 """
 
 import math
@@ -52,7 +52,7 @@ class Uploader:
         self._thread.start()
 
     def offer(self) -> None:
-        """Begin a round of uploads, because RUN has new files."""
+        """Begin a round of uploads of RUN's new files."""
         with self._changed:
             self._is_offered = True
             self._changed.notify_all()

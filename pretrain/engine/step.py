@@ -208,8 +208,8 @@ def one_pass_loss(
     """Return the loss of `loss_of` by operations that a compiler fuses into two passes, one over
     the logits and one over their gradient.
 
-    Labels are compared with all class numbers. The gradient of indexing would be scattered into a
-    tensor of zeros. Without a compiler, this loss is slower than `loss_of`.
+    Labels are compared with all class numbers, because the gradient of indexing would be scattered
+    into a tensor of zeros. Without a compiler, this loss is slower than `loss_of`.
     """
     wide_BK = logits_BK.float()
     classes_K = torch.arange(logits_BK.shape[1], device=logits_BK.device)

@@ -307,7 +307,7 @@ class Trainer:
         self.line.advance(note=in_words(self.reading, self.scores, scored_step=self.scored_step))
 
     def _evaluate(self) -> None:
-        """Evaluate the model. If the run must stop, skip this; the resumed run evaluates first."""
+        """Evaluate the model. If the run must stop, leave this to the resumed run."""
         self.owes_evaluation = self.eval_reader is not None
         if self.stopping:
             return
