@@ -76,8 +76,8 @@ class Draws:
         return np.asarray(_with_axes(self._hashed, sum(np.ndim(numbers) for numbers in more)))
 
     def _parts(self, purpose: Purpose, more: tuple[ArrayLike, ...]) -> list[ArrayLike]:
-        """Return the purpose and the arrays, each with its own axis. All images share their
-        hashes."""
+        """Return the purpose and the arrays, each with its own axis. They are hashed once for all
+        images."""
         axes = sum(np.ndim(numbers) for numbers in more)
         parts: list[ArrayLike] = [int(purpose)]
         for numbers in more:

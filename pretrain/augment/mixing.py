@@ -1,8 +1,8 @@
 """MixUp and CutMix. An image is mixed with its neighbor (positions 2j and 2j + 1 of a batch) or
 with the previous image of the global batch. B batch, O size.
 
-Both images of a pair, or all images of the global batch, have the same weight and box. Random
-numbers decide if they are mixed, the method, and lambda ~ Beta(alpha, alpha). CutMix's box has the
+Both images of a pair, or all images of the global batch, have the same weight and box. Three
+numbers are drawn: mixed or not, the method, and lambda ~ Beta(alpha, alpha). CutMix's box has the
 area fraction 1 - lambda around a uniform center. If the border cuts the box, the weight is the area
 fraction outside the cut box (timm's `correct_lam`).
 """

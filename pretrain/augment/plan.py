@@ -2,7 +2,7 @@
 batch, with numpy only.
 
 The strengths are timm's functions of the magnitude (torchvision's for the policy `cifar10`).
-Magnitudes are constant, normal around the policy's magnitude, or uniform below it, and then
+Magnitudes are constant, normal around the policy's magnitude, or uniform from 0 to it, and then
 clipped.
 
 L operations per image, B batch.
