@@ -47,7 +47,8 @@ class Policy:
     """Weights for drawing steps without repetition in an image. None: draw steps uniformly, with
     repetition."""
     magnitude_std: float = 0.0
-    """Standard deviation of the magnitude. inf: draw it uniformly from 0 to the step's magnitude.
+    """Standard deviation of the magnitude. inf: magnitudes are uniform from 0 to the step's
+    magnitude.
     """
     magnitude_max: float = FULL_MAGNITUDE
     nearest: bool = False

@@ -322,7 +322,7 @@ def _preview(options: argparse.Namespace) -> int:
 
 
 def console() -> "Console":
-    """Return a console as wide as the terminal, but wide enough for all columns of a table."""
+    """Return a console as wide as the terminal, but at least 100 columns wide."""
     from rich.console import Console
 
     return Console(width=max(shutil.get_terminal_size((120, 24)).columns, 100), highlight=False)

@@ -106,8 +106,8 @@ def _kept_out(remedy: str) -> AfterValidator:
 
 
 _ELSEWHERE = (
-    "set the password or token in data.storage (http: params={NAME: VALUE}), or as a $VARIABLE in"
-    " the list"
+    "set the password or token in data.storage (http: params={NAME: VALUE}), or write ${NAME} in"
+    " a stream's address and export WDS_NAME"
 )
 Address = Annotated[str, _kept_out(_ELSEWHERE), PlainSerializer(recorded, return_type=str)]
 """Address of a dataset. A `pipe:` command in the address is never stored."""
@@ -128,7 +128,8 @@ class MixedDataset(Settings):
     split: str = "train"
     """Training split of this dataset."""
     weight: float | None = Field(None, ge=1e-6, le=1000, examples=[0.5])
-    """Sampling weight of this dataset, relative to the weights of the other datasets."""
+    """Sampling weight of this dataset, relative to the weights of the other datasets (default: see
+    data.weight)."""
 
 
 class ReadingSettings(Settings):
@@ -515,8 +516,7 @@ class ScheduleSettings(Settings):
 
 
 def _number_or_auto(value: object) -> object:
-    """Check the value, and report a bad value once. pydantic would report it once per allowed
-    type."""
+    """Report a bad value once. pydantic would report it once per allowed type."""
     if value in (None, "auto") or (type(value) is int and value >= 1):
         return value
     fix = "Write a whole number from 1, or auto"

@@ -1,14 +1,13 @@
 """Turn stored uint8 images into normalized float images on the training device, in batches.
 
 The order is timm's: crop, flip, auto-augment (in integer levels, as PIL), normalize, random
-erasing, MixUp or CutMix. All random numbers are hashes of (seed, epoch, sample) or of the mixed
-pair, so images do not depend on rank, worker or resume. Integer levels are equal in all
-implementations; float images agree within the rounding of a matrix product.
+erasing, MixUp or CutMix. Images do not depend on rank, worker or resume (draws.py). Integer levels
+are equal in all implementations; float images agree within the rounding of a matrix product.
 
 The papers' recipe (crop, flip, MixUp, normalize) is one pass: compiled loops on a CPU (on_cpu.py),
 a kernel on a GPU (on_gpu.py). The kernel also resizes for other recipes.
 
-B batch, H/W height and width in, O out, C colors.
+B batch, H and W stored height and width, O output size, C colors.
 """
 
 from dataclasses import dataclass, replace
@@ -177,7 +176,7 @@ class Augmentation:
     def _finished(
         self, images_BHWC: Tensor, boxes: Boxes, *, weights: Floats | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Crop, mix and normalize in one pass. Return images and weights."""
+        """Crop, mix and normalize in one pass. Return images and weights of their labels."""
         size, dtype, area = self.image_size, self.dtype, self._area
         if self._kernels:
             made: tuple[Tensor, Tensor | None] = self._kernels.crop_mix_normalize(

@@ -1,4 +1,4 @@
-"""Crop, resize and flip. B batch, H/W height and width in, O out, C colors.
+"""Crop, resize and flip. B batch, H and W stored height and width, O output size, C colors.
 
 A resized crop with its flip is one separable linear map per image: out = Wy @ image @ Wx^T. Each
 output pixel has a row of weights (antialiased triangle or cubic filter as in torchvision and PIL,
@@ -66,8 +66,8 @@ def draw_flips(settings: AugmentSettings, draws: Draws) -> Flags:
 def draw_boxes(
     settings: AugmentSettings, draws: Draws, *, stored_size: int, aspects_B: Floats
 ) -> Boxes:
-    """Draw random resized crops as torchvision does: ten tries of area and aspect ratio, then a
-    center crop.
+    """Draw random resized crops as torchvision does. If none of ten random boxes fits, use a center
+    crop.
 
     An image of aspect ratio a is stored as a square. In this square, a crop of aspect ratio r has
     the ratio r / a.
@@ -279,9 +279,9 @@ def _weights(
 
 
 def _covered(start_B1H: Tensor, begin_BO1: Tensor, end_BO1: Tensor, enlarged_B11: Tensor) -> Tensor:
-    """Return the weight of each input pixel (at `start`) in each output pixel [begin, end): the
-    covered fraction. If a side is enlarged, OpenCV reads at most two input pixels. The second one
-    gets the remaining weight."""
+    """Return the fraction of each output pixel [begin, end) that each input pixel (at `start`)
+    covers. If a side is enlarged, OpenCV reads at most two input pixels. The second pixel gets the
+    remaining weight."""
     covered_BOH = (
         torch.minimum(start_B1H + 1, end_BO1) - torch.maximum(start_B1H, begin_BO1)
     ).clamp(min=0)

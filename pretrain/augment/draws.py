@@ -1,9 +1,9 @@
 """Random numbers of the augmentation. Each number is a hash of a purpose and an image (seed, epoch,
 sample) or a pair of images.
 
-The generators have no state, so numbers do not depend on ranks, workers, batches or a resume. If
-you add a purpose, give it an unused value of `Purpose`. Never change a value: resumed runs depend
-on it.
+Numbers do not depend on ranks, workers, batches or a resume, because there is no generator's state.
+If you add a purpose, give it an unused value of `Purpose`. Never change a value: resumed runs
+depend on it.
 """
 
 from collections.abc import Mapping
@@ -42,13 +42,13 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True)
 class Draws:
-    """Random numbers for every image (or pair) of a batch. Each array in `more` contains the
-    numbers of several draws for one purpose, and adds an axis to the result."""
+    """Random numbers for every image (or pair) of a batch. Each array in the arguments `more`
+    contains indices of draws for one purpose, and adds its axes to the result."""
 
     keys: tuple[ArrayLike, ...]
 
     def uniform(self, purpose: Purpose, *more: ArrayLike) -> Floats:
-        """Draw uniform numbers from [0, 1) with the shape (B, *more)."""
+        """Return uniform numbers in [0, 1). Their axes are B and the axes of `more`."""
         return uniform(*self._parts(purpose, more), after=self._after(more))
 
     def normal(self, purpose: Purpose, *more: ArrayLike) -> Floats:
@@ -57,7 +57,7 @@ class Draws:
     def integer(
         self, purpose: Purpose, count: int | NDArray[np.int64], *more: ArrayLike
     ) -> NDArray[np.int64]:
-        """Draw integers from 0 to count - 1."""
+        """Return integers from 0 to count - 1."""
         return np.floor(self.uniform(purpose, *more) * count).astype(np.int64)
 
     def key(self, purpose: Purpose) -> NDArray[np.int64]:
@@ -65,7 +65,7 @@ class Draws:
         return hash64(*self._parts(purpose, ()), after=self._hashed).view(np.int64)
 
     def of(self, rows: NDArray[np.int64]) -> "Draws":
-        """Return the random numbers of the images `rows`."""
+        """Return the `Draws` of the images at the indices `rows`."""
         return Draws(tuple(np.asarray(key)[rows] if np.ndim(key) else key for key in self.keys))
 
     @cached_property
@@ -76,7 +76,8 @@ class Draws:
         return np.asarray(_with_axes(self._hashed, sum(np.ndim(numbers) for numbers in more)))
 
     def _parts(self, purpose: Purpose, more: tuple[ArrayLike, ...]) -> list[ArrayLike]:
-        """Give each array its own axis. Arrays that several images share are hashed once."""
+        """Return the purpose and the arrays, each with its own axis. They are hashed once for all
+        images."""
         axes = sum(np.ndim(numbers) for numbers in more)
         parts: list[ArrayLike] = [int(purpose)]
         for numbers in more:

@@ -1,5 +1,5 @@
-"""Erase random blocks of normalized images, as in timm. K blocks at most, B batch, n erased images,
-O size, C colors.
+"""Erase random blocks of normalized images, as in timm. K blocks per image, B batch, n erased
+images, O size, C colors.
 
 The blocks of an image cover 2 % to a third of its area, and have aspect ratios from 0.3 to 1/0.3. A
 block is filled with 0 (the mean color), one normally distributed color, or normal noise. Noise
@@ -96,8 +96,8 @@ def erase(pictures_BCOO: Tensor, blocks: ErasedBlocks, *, mode: EraseMode) -> Te
 
 
 def normal_noise(keys_n: Tensor, count: int) -> Tensor:
-    """Return (n, count) normal random numbers. Each uses 23 bits of the SplitMix64 sequence of its
-    row's key."""
+    """Return (n, count) normal random numbers. Each number uses 23 bits of the SplitMix64 sequence
+    of its row's key."""
     place = torch.arange(1, count + 1, device=keys_n.device)
     state = keys_n.unsqueeze(-1) + place * _GOLDEN
     state = (state ^ _shifted(state, 30)) * _M1

@@ -36,7 +36,7 @@ class Ahead(Generic[T]):
     """Iterator over `make(batch)` for batches on a GPU. A side stream prepares `NUM_AHEAD` results
     in advance.
 
-    Use it as a context manager inside the context manager of the batches.
+    Enter its context manager inside the context manager of the batches.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class Feed:
         *,
         waits: "Waits[tuple[Fed, torch.cuda.Event]]" = Future.result,
     ):
-        """`batches`: batches with `finish=finish_for(augmentation)`. `waits`: function that waits
-        for a batch on a GPU. On a CPU, the loader waits."""
+        """`batches`: made with `finish=finish_for(augmentation)`. `waits`: function that waits for
+        a batch on a GPU. On a CPU, the loader waits."""
         self._batches, self._ahead = batches, None
         if augmentation.device.type == "cuda":
             make = partial(_augmented, augmentation)
@@ -146,7 +146,8 @@ def on_device(
     *,
     waits: "Waits[tuple[Batch, torch.cuda.Event]]" = Future.result,
 ) -> Iterator[Iterator[Batch]]:
-    """Yield the batches with images and labels on the device. The mask stays on the host."""
+    """Yield an iterator over the batches, with images and labels on the device. The mask stays on
+    the host."""
     if device.type != "cuda":
         yield batches
         return

@@ -1,9 +1,10 @@
 """MixUp and CutMix. An image is mixed with its neighbor (positions 2j and 2j + 1 of a batch) or
 with the previous image of the global batch. B batch, O size.
 
-All images that share a draw have the same weight and box. Three numbers are drawn: mixed or not,
-the method, and lambda ~ Beta(alpha, alpha). CutMix's box has the area fraction 1 - lambda around a
-uniform center. If the border cuts the box, the weight follows the cut box (timm's `correct_lam`).
+Both images of a pair, or all images of the global batch, have the same weight and box. Three
+numbers are drawn: mixed or not, the method, and lambda ~ Beta(alpha, alpha). CutMix's box has the
+area fraction 1 - lambda around a uniform center. If the border cuts the box, the weight is the area
+fraction outside the cut box (timm's `correct_lam`).
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Mix:
-    """Parameters of each image's mixture, equal for all images that share a draw."""
+    """Parameters of each image's mixture."""
 
     weight: Floats
     """Weight of the image's own label."""
@@ -31,7 +32,7 @@ class Mix:
     bottom: Ints
     left: Ints
     right: Ints
-    """Box with the partner's pixels; empty for MixUp."""
+    """Edges of the box with the partner's pixels; empty for MixUp."""
 
 
 class PairMixer:
@@ -95,7 +96,7 @@ class PairMixer:
         return torch.lerp(others_BCOO, pictures_BCOO, own_B111), sent["weight"]
 
     def with_partners(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the images (or labels) and the partner of each."""
+        """Return the images (or labels) and their partners."""
         if self.settings.mixup_pairing == "ffcv":
             return rows[1:], rows[:-1]
         return rows, rows[torch.arange(len(rows), device=rows.device) ^ 1]

@@ -1,23 +1,24 @@
-"""Crop, resize, flip, MixUp and normalize a batch on a CPU: loops that numba compiles for this CPU.
+"""Crop, resize, flip, mix and normalize a batch on a CPU, in loops that numba compiles.
 
 The images equal `resample` (bilinear, or INTER_AREA), MixUp and normalization in float32. Nearly
 all weights in the matrix products of `resample` are zero; these loops use only the other weights,
 in one pass. At 64 px they process 61,000 images per CPU second, and the matrix products 5,400.
 
-The two neighbors of a MixUp pair are computed together, one output row at a time:
+The two images of a MixUp pair are computed together, one output row at a time:
 
-1. Resize the source rows of the output row across, into a ring of a few planar float rows. One
-   8-byte load reads two RGB neighbors of an output pixel, so the code needs a little-endian CPU,
-   and spare bytes after the last image.
-2. Resize down, mix, normalize and round over contiguous floats, which LLVM vectorizes.
+1. Resize the source rows of the output row horizontally, into a ring buffer of a few float rows per
+   color. One 8-byte load reads two RGB neighbors of an output pixel, so the code needs a
+   little-endian CPU and spare bytes after the last image.
+2. Resize vertically, mix, normalize and round in loops over contiguous floats.
 
 A pair needs 12 KB at 64 px and 43 KB at 224 px and stays in the core's cache. LLVM vectorizes the
-loops because each has at most four arrays, inner axes contiguous by type, and unsigned indices.
+loops, because each loop has at most four arrays, unsigned indices, and inner axes that are
+contiguous by type.
 
-A call runs on its own thread without the GIL, and a pool calls it with an even number of images per
-thread. Numba's own threads are not used: they do not survive a fork and compete with torch's
-threads. Compiling takes seconds once per kind of CPU. Numba keeps the result in `__pycache__` or
-~/.cache; if both are read-only, every process compiles.
+The loops release the GIL. Several threads call them, each with an even number of images. Numba's
+own threads are not used: they do not survive a fork and compete with torch's threads. Compiling
+takes seconds once per kind of CPU. Numba keeps the result in `__pycache__` or ~/.cache; if both are
+read-only, every process compiles.
 """
 
 import pickle
@@ -238,7 +239,7 @@ def _area_taps(
     first: NDArray[np.int64] | Words,
     weights: Floats,
 ) -> int:
-    """Compute first pixels and weights for INTER_AREA, as `_covered`."""
+    """Do the same for INTER_AREA, as `_covered` does."""
     size = first.shape[0]
     most = 1
     for o in range(size):

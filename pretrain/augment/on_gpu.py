@@ -1,12 +1,12 @@
-"""Crop, resize, flip, MixUp and normalize a batch on a GPU in one pass.
+"""Crop, resize, flip, mix and normalize a batch on a GPU in one pass.
 
 Results of the Triton kernel `_gather` must equal `resample`, `resample_levels` and MixUp (and
-on_cpu.py). A program makes a block of output pixels from stored uint8 pixels and writes the model's
-type. For `mixup_pairing: adjacent` one program makes both images of a pair. For `ffcv` each program
-makes its own image and the previous image. Levels equal torch's bit for bit: divisions are IEEE's
-and no product is fused with a sum. Floats agree within rounding.
+on_cpu.py). One Triton program makes a block of output pixels from stored uint8 pixels, in the
+model's dtype. For `mixup_pairing: adjacent` it makes both images of a pair. For `ffcv` it computes
+an image and the previous image, and writes only their mixture. Levels equal torch's bit for bit:
+divisions are IEEE's and no product is fused with a sum.
 
-The kernel is a custom operator: with fake tensors nothing is launched.
+The kernel is a custom operator, so fake tensors launch nothing.
 """
 
 import math
@@ -80,7 +80,7 @@ def gather(
     area: bool,
     cubic: bool,
 ) -> None:
-    """Fill `out`: (B, C, O, O), or (B, O, O, C) for levels. `PREVIOUS` makes B - 1 images."""
+    """Fill `out`: (B, C, O, O), or (B, O, O, C) for levels. `PREVIOUS` fills B - 1 images."""
     (batch, stored), size, levels = images_BHWC.shape[:2], out.shape[2], out.dtype == torch.uint8
     assert images_BHWC.shape == (batch, stored, stored, 3) and images_BHWC.dtype == torch.uint8, (
         tuple(images_BHWC.shape)

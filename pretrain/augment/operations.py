@@ -13,7 +13,7 @@ Rotation, shear and translation are one affine sampling with a matrix for each i
 in PIL. The center of each output pixel is mapped into the image. An output pixel whose center falls
 outside the image gets the fill color. Near the border, the border pixels repeat.
 
-n images of a kind, H W height and width, C colors, L levels.
+n images with the same operation, H W height and width, C colors, L levels.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,8 @@ from pretrain.augment.plan import Operation, OperationPlan
 Arrays = dict[str, NDArray[Any]]
 Ints = NDArray[np.int64]
 Change = Callable[[Tensor, Tensor], Tensor]
-"""Function of n images and one number for each. It returns changed images, or tables of levels."""
+"""Function of n images and one strength per image that returns changed images, or tables of
+levels."""
 
 LEVELS = np.arange(256)
 

@@ -5,7 +5,7 @@ The strengths are timm's functions of the magnitude (torchvision's for the polic
 Magnitudes are constant, normal around the policy's magnitude, or uniform from 0 to it, and then
 clipped.
 
-L layers, B batch.
+L operations per image, B batch.
 """
 
 import math
@@ -45,8 +45,7 @@ class Operation(IntEnum):
 
 @dataclass(frozen=True)
 class OperationPlan:
-    """Augmentation operations of a batch: a row for each step of the policy, a column for each
-    image."""
+    """Operations of a batch: one column for each image, with its operations from top to bottom."""
 
     operations_LB: NDArray[np.int64]
     strengths_LB: Floats

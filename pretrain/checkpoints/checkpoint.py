@@ -55,9 +55,9 @@ class Checkpoint:
         """Open a checkpoint, a folder of weights, a run (its newest complete checkpoint),
         RUN@50epochs, or a name on the hub.
 
-        `verify`: check the hashes of a checkpoint or folder. At least one process of a node must do
-        so. The checkpoints of a run are always verified, so all processes fall back to the same
-        checkpoint.
+        `verify`: check the hashes of a checkpoint or folder. At least one process of a node must
+        check them. If you pass a run, they are always checked, so all processes fall back to the
+        same checkpoint.
         """
         name, origin = str(place), ""
         if is_on_hub(name):
@@ -89,7 +89,7 @@ class Checkpoint:
         """Return the newest complete checkpoint of a run, or None if the run never had a
         checkpoint. Raise CheckpointError if all checkpoints are damaged.
 
-        `to_read`: accept a copy without hashes, because only the weights are needed.
+        `to_read`: accept a copy without sha256.json, because only the weights are needed.
         """
         places, fault = list_checkpoints(run_dir), f"{LATEST} names a missing checkpoint"
         needed = (MODEL, CONFIG) if to_read else (MODEL, OPTIMIZER, CONFIG, TRAINER)

@@ -151,8 +151,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Best:
-    """Step with the highest top-1 accuracy so far. If steps have the same accuracy, the first of
-    them."""
+    """First step with the highest top-1 accuracy so far."""
 
     step: int
     score: float
@@ -250,8 +249,8 @@ def settle(run_dir: Path, snapshot: Snapshot, retention: Retention) -> None:
 def superfluous(
     found: list[Path], *, newest: Path, retention: Retention, best: Best | None
 ) -> list[Path]:
-    """Return the checkpoints to remove: older checkpoints that no rule keeps, and abandoned
-    checkpoints after `newest`. `found`: all checkpoints, oldest first."""
+    """Return the checkpoints to remove: older checkpoints that no rule keeps, and later checkpoints
+    than `newest`, which a resume has abandoned. `found`: all checkpoints, oldest first."""
     older = [path for path in found if step_of(path) < step_of(newest)]
     kept = {newest, *older[max(0, len(older) - (retention.keep_last - 1)) :]}
     best_step = None if best is None else best.step
@@ -283,8 +282,8 @@ def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def _is_of_timm(checkpoint: Checkpoint) -> bool:
-    """Return True if timm wrote the folder and we do not have its architecture. Checkpoints of our
-    training return False, even with such an architecture."""
+    """Return True if timm wrote the folder and we do not have its architecture. Return False for
+    checkpoints of our training, even with such an architecture."""
     return isinstance(checkpoint.card.model, TimmModelSpec) and is_of_timm(
         json.loads((checkpoint.directory / CONFIG).read_text())
     )

@@ -6,7 +6,7 @@
 Only model.safetensors, config.json and sha256.json are fetched, into the hub's own cache: no code
 and no pickle. A revision (branch, tag or commit; by default main) is resolved once. Its commit is
 recorded with all results of the weights. huggingface_hub's own environment variables set endpoint,
-cache, offline mode and token. Only a timm name without a tag imports torch.
+cache, offline mode and token. Torch is imported only for a timm name without a tag.
 """
 
 import difflib

@@ -85,7 +85,8 @@ RECORDS = (
 
 
 def fetch_run(settings: TrainingSettings, world: World) -> None:
-    """Fetch the files that RUN lacks. The caller has compared `settings` with RUN."""
+    """Fetch the files that RUN lacks. If the run is finished, upload its files. The caller has
+    compared `settings` with RUN."""
     remote = Remote.of(settings)
     if remote is None:
         return
@@ -197,7 +198,7 @@ class Remote:
             write_atomic(place, content)
 
     def fetch_newer(self, than: int) -> Checkpoint | None:
-        """Fetch the newest undamaged checkpoint after this step. Return None if there is none."""
+        """Fetch the newest undamaged checkpoint after step `than`, or return None."""
         for step in sorted((step for step in self.complete if step > than), reverse=True):
             try:
                 return self.fetch(step)
@@ -221,8 +222,8 @@ class Remote:
         return Checkpoint.read(place)
 
     def newest(self) -> Checkpoint | None:
-        """Find the newest checkpoint of RUN and the remote. Copy it to the place that lacks it, and
-        return it."""
+        """Return the newest checkpoint of RUN and the remote, after copying it to the place that
+        lacks it."""
         own, fault = None, None
         try:
             own = Checkpoint.newest(self.run_dir)
@@ -350,7 +351,8 @@ def _best_step(content: bytes | None, *above: str) -> int | None:
 
 
 def _with_local_database(identity: bytes, run_dir: Path) -> bytes:
-    """If the folder of the tracking database is not on this machine, use a database next to RUN."""
+    """Return the identity, with a tracking database next to RUN if its own is not on this
+    machine."""
     fields = json.loads(identity)
     kind, _, place = fields["uri"].partition(":///")
     if kind == "sqlite" and not Path(place).parent.is_dir():

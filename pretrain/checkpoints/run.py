@@ -181,8 +181,8 @@ def checkpoint_at(place: str) -> Path | None:
 
 
 def finished_result(run_dir: Path, asked: Settings | None = None) -> dict[str, Any] | None:
-    """Return the result of a finished run, or None. `asked`: current settings. If they ask for
-    another number of steps, a training run is not finished."""
+    """Return the result of a finished run, or None. `asked`: current settings. A training run is
+    not finished if they ask for another number of steps."""
     config, path, duration = run_dir / CONFIG_FILE, run_dir / RESULT, None
     if isinstance(asked, TrainingSettings) and config.exists():
         # read before the result, because `claim` removes the result first

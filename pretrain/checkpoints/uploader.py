@@ -1,9 +1,9 @@
 """The thread of the first rank that keeps the remote of a run up to date (`checkpoint.remote`).
 
-Each round uploads the checkpoints that the retention rules keep, newest first, removes the others,
-and uploads the records. A round begins when a checkpoint has appeared in RUN, and every RECORDS_S
-seconds. If the bucket fails, training continues, and the next round tries again. Any other
-exception ends the thread, and stops training at the next checkpoint.
+Each round uploads the checkpoints that the retention rules keep, newest first, removes the remote's
+other checkpoints, and uploads the records. A round begins when a checkpoint has appeared in RUN,
+and every RECORDS_S seconds. If the bucket fails, training continues, and the next round tries
+again. Any other exception ends the thread, and stops training at the next checkpoint.
 """
 
 import math
@@ -31,7 +31,7 @@ _LOOK_S = 1.0
 
 
 class EventLog(Protocol):
-    """Event log of a run. Any thread may call it."""
+    """Event log of a run. Any thread may write to it."""
 
     def metrics(self, values: dict[str, float], *, step: int) -> None: ...
     def sync(self) -> None: ...
@@ -52,7 +52,7 @@ class Uploader:
         self._thread.start()
 
     def offer(self) -> None:
-        """Begin a round of uploads, because RUN has new files."""
+        """Begin a round of uploads of RUN's new files."""
         with self._changed:
             self._is_offered = True
             self._changed.notify_all()
@@ -136,7 +136,7 @@ class Uploader:
 
     def _best_there(self, newest: Path) -> list[Path]:
         """Return the checkpoint in the remote's best.json, which RUN may lack. Return [] if the
-        remote has a newer best checkpoint."""
+        remote also has a newer best checkpoint of RUN."""
         remote, step = self._remote, self._remote.best_step()
         if step not in remote.complete or step > step_of(newest):  # later steps were abandoned
             return []

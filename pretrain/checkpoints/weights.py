@@ -33,8 +33,8 @@ def check_fit(given: Shapes, needed: Shapes, *, source: object, label: str) -> N
 
 
 def needed_shapes(model: nn.Module, given: Shapes) -> Shapes:
-    """Return the shapes of the model's state dict. For a sparse layer, accept both storage formats
-    and any number of connections."""
+    """Return the shapes of the model's state dict. Sparse layers get the storage format and number
+    of connections of `given`."""
     needed = dict(shapes(model.state_dict()))
     for name, layer in model.named_modules():
         if not isinstance(layer, MaskedLinear | SparseLinear):

@@ -87,7 +87,7 @@ class Saver:
         if wanted.keep_best is None:
             self._keep_best = data.settings.eval_split is not None
         self._longest_wait_s = settings.engine.timeout_s / 2
-        """Seconds that a checkpoint waits for the previous checkpoint."""
+        """Longest wait of a checkpoint until the previous one is written."""
         self._engine, self._world, self._card, self._log = engine, world, card, log
         self._grace_s = wanted.grace_s
         self._deadline_s: float | None = None
@@ -130,8 +130,8 @@ class Saver:
 
     def save(self, state: TrainerState, *, is_last: bool = False) -> None:
         """Make a checkpoint between two updates, on every rank at the same step. The checkpoint has
-        `state` and the best evaluation. A checkpoint is skipped if the previous one is still being
-        written, unless it is the last one."""
+        `state` and the best evaluation. Unless `is_last`, skip this checkpoint if the previous one
+        is still being written."""
         began_s, step = time.monotonic(), state.step
         if step == self.saved_step:
             return
@@ -229,7 +229,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for a write or an upload before the process ends for another reason."""
+        """Wait at most `timeout_s` for a write and an upload in progress."""
         end_s = time.monotonic() + timeout_s
         if self._thread is not None:
             self._thread.join(timeout_s)

@@ -36,8 +36,8 @@ class BadSampleLog:
         self._lock = threading.Lock()
 
     def note(self, bad: Unreadable, stand_in: int | None, *, known_as: Hashable) -> None:
-        """Log the bad sample once, identified by `known_as`: datasets of a mixture may have equal
-        shard names and keys. `stand_in` None: a stream skips the sample."""
+        """Log the bad sample once, identified by `known_as`, because datasets of a mixture may have
+        equal shard names and keys. `stand_in` None: a stream skips the sample."""
         with self._lock:
             if known_as in self._known:
                 return
@@ -111,8 +111,7 @@ def masked(bad: Sequence[Unreadable], ids: Ids, images_BHWC: Tensor) -> Ids:
 
 
 def check_fraction(num_bad: int, *, num_seen: int, num_samples: int, max_fraction: float) -> None:
-    """Raise an error if more than `max_fraction` of the samples of this attempt (or of an epoch, if
-    that is more) are bad."""
+    """Raise an error if `num_bad` exceeds `max_fraction` of `num_seen` and of `num_samples`."""
     count = max(num_seen, num_samples)
     if num_bad > max_fraction * count:
         raise TooManyBadSamples(

@@ -519,7 +519,7 @@ def check_against_data(
 
 
 def fit_warmup(num_warmup_steps: int, *, num_steps: int) -> int:
-    """Shorten a warm-up that is not shorter than the run to a tenth of the run."""
+    """Return the warm-up steps, or a tenth of the run if the run is not longer than the warm-up."""
     return num_warmup_steps if num_warmup_steps < num_steps else num_steps // 10
 
 

@@ -7,8 +7,8 @@ A batch is made in these steps:
 
 1. The caller takes a finished batch. Then the loader submits the next request.
 2. The first free thread locates the samples of a group of requests, because numpy is slow for few
-   samples. The first group is one request, so that the first batch opens few indices. Each next
-   group is twice as large.
+   samples. The first group is one request, so that the first batch opens few indices. Later groups
+   have up to LOCATED_TOGETHER samples.
 3. The threads fill parts of one reused buffer.
 4. The last thread to finish looks up the labels and calls `finish` (the augmentation if it runs on
    the CPU, see feed.py).
@@ -169,8 +169,8 @@ def evaluation_batches(
     on_bad: OnBad = left_out,
     waits: Waits[Batch] = Future.result,
 ) -> "Batches[Batch]":
-    """Return every sample of the split once, in order, over all ranks. Padding and unreadable
-    samples are masked."""
+    """Return this rank's batches. Together the ranks read each sample of the split once, in order.
+    Padding and unreadable samples are masked."""
     plan = BatchPlan(local_batch_size * world.num_ranks, local_batch_size, world.num_ranks)
     num_batches = -(-reader.num_samples // plan.global_batch_size)  # per rank
     positions = itertools.islice(plan.sequence(consumed=0, rank=world.rank), num_batches)

@@ -17,18 +17,18 @@ blocks at a time. The blocks begin at another sample in every epoch.
 A `Mixture` of datasets is also one line: the source of each position is a pure function of weights
 and position. For two sources of weights a and b, floor(p a / (a + b)) of the first p positions
 belong to the first source. For more sources, the first is separated from all others, then the
-second.
+second from the rest.
 
 In every range of positions, the number of samples of a source differs from its expected number by
 at most the number of sources. Position n of a source is position n of its own order. If the weights
 are numbers of samples, one epoch has every sample of every source once. Sample ids of a source
 follow the ids of the previous sources, as in `ShardReader`.
 
-N `CanonicalStreams` divide the samples into N ranges, each with its own order. Every global batch
+K `CanonicalStreams` divide the samples into K ranges, each with its own order. Every global batch
 takes an equal part from each stream. A rank takes a contiguous part of the batch, so a node reads
-only the streams of its ranks. The streams depend only on N, so all world sizes still train on the
-same batches. If N does not divide the number of samples, some streams have one more sample than
-others, and their epochs are longer.
+only the streams of its ranks. The streams depend only on K, so all world sizes still train on the
+same batches. If K does not divide N, some streams have one more sample than others, and their
+epochs are longer.
 
 All random numbers of training are counter-based: `hash64` computes each number from a key, without
 a generator's state.

@@ -191,8 +191,8 @@ class ShardReader:
             self._shards.fetch_ahead(numbers[np.sort(first)].tolist())
 
     def stand_in(self, sample: int, attempt: int) -> int:
-        """Return a sample of the same shard to replace a bad sample (rarely by itself).
-        The choice is the same in every run."""
+        """Return a random sample of the same shard to replace a bad sample. The choice is the same
+        in every run."""
         number = int(self.shards_of(np.array([sample]))[0])
         start, end = self._starts[number : number + 2].tolist()
         return int(start + int(hash64(sample, attempt)) % (end - start))
@@ -248,7 +248,8 @@ class ShardReader:
                 self._table_starts[number] = int(self._indices.starts[number] + index.offset) // 8  # type: ignore[attr-defined]
 
     def _blockwise(self) -> Tensor:
-        """Return a view (blocks, 3 H W). Row i has the pixels after a PPM header at block i."""
+        """Return a view (blocks, 3 H W). If a PPM header begins at block i, row i has its
+        pixels."""
         size = self.stored_size
         header, num_pixels = len(ppm_header(size, size)), 3 * size**2
         content = torch.frombuffer(self._shards.files.buffer, dtype=torch.uint8)

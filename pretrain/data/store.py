@@ -255,8 +255,8 @@ class ShardStore:
             return self._share(file)
 
     def _make_room(self, files: Sequence[File], locks: FileIO) -> None:
-        """Remove unused files until `files` fit. The caller holds the space lock. `locks` also
-        takes the locks of removed files."""
+        """Remove unused files until `files` fit. The caller holds the space lock. The removed files
+        are locked through `locks`."""
         entries = {
             item.name: item.stat(follow_symlinks=False)
             for item in os.scandir(self.path)

@@ -67,7 +67,7 @@ from pretrain.ranks.world import World
 
 T = TypeVar("T")
 NUM_OPEN = 4
-"""Number of shards that a rank reads at the same time. Without shuffle, the number is 1."""
+"""Largest number of shards that a rank reads at the same time. Without shuffle it reads one."""
 CHUNK, CHUNKS_AHEAD = 16, 4
 """Number of samples in a chunk (the unit that threads pass on), and number of chunks read ahead
 from each open shard."""
@@ -188,7 +188,7 @@ class Stream:
                 )
 
     def _samples_of(self, url: str) -> Iterator[Sample]:
-        """Yield the samples of a shard, also after a read error (step 1 above)."""
+        """Yield the samples of a shard, also after a read error (step 1 of the module's list)."""
         source: Iterator[Sample] | None = None
         num_given = 0
 

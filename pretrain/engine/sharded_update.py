@@ -27,8 +27,7 @@ from pretrain.ranks.world import World
 
 
 def updates_on_device(settings: EngineSettings) -> bool:
-    """Return False if DeepSpeed must do the update: in fp16 (loss scale), with offload, and at
-    stage 3."""
+    """Return True at stages 1 and 2 without fp16 (loss scale) and offload."""
     is_plain = settings.offload == "none" and settings.precision != "fp16"
     return is_plain and settings.zero_stage in (1, 2)
 

@@ -66,8 +66,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 def keep_freed_memory() -> None:
     """Let a process that computes on a CPU reuse the memory that a step frees.
 
-    Otherwise glibc returns the memory to the kernel, and the kernel clears every page again: a
-    fifth of the step time of a small Mixer. glibc still returns tensors above 1 GiB, because they
+    Otherwise glibc returns the memory to the kernel, and the kernel clears every page again, which
+    takes a fifth of a small Mixer's step. glibc still returns tensors above 1 GiB, because they
     would leave holes.
     """
     set_malloc = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -110,7 +110,7 @@ class EngineState:
 
 
 class Engine(Protocol):
-    """Trains a model. Every rank must call each method equally often."""
+    """Trainer of one model. Every rank must call each method equally often."""
 
     device: torch.device
     input_dtype: torch.dtype
@@ -151,7 +151,7 @@ def compile_blocks(model: nn.Module, **how: Any) -> None:
 
     Blocks of one kind share their graphs, so a deep model compiles as quickly as a shallow one. The
     engine sends the gradients of a block during the backward pass of the next block. One graph for
-    the model would delay them to its end.
+    the model would delay all gradients to its end.
     """
     parts = repeated_parts(model) or [model]
     config = torch._dynamo.config
@@ -163,8 +163,8 @@ def compile_blocks(model: nn.Module, **how: Any) -> None:
 
 
 def repeated_parts(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of any model, including timm's. Blocks are the members of an innermost
-    Sequential or ModuleList if all members have one class and submodules."""
+    """Return the blocks of any model: members of an innermost Sequential or ModuleList whose
+    members have submodules and the same class."""
     children = list(model.children())
     found = [part for child in children for part in repeated_parts(child)]
     is_sequence = (
@@ -208,8 +208,8 @@ def one_pass_loss(
     """Return the loss of `loss_of` by operations that a compiler fuses into two passes, one over
     the logits and one over their gradient.
 
-    Labels are compared with all class numbers. The gradient of indexing would be scattered into a
-    tensor of zeros. Without a compiler, this loss is slower than `loss_of`.
+    Labels are compared with all class numbers, because the gradient of indexing would be scattered
+    into a tensor of zeros. Without a compiler, this loss is slower than `loss_of`.
     """
     wide_BK = logits_BK.float()
     classes_K = torch.arange(logits_BK.shape[1], device=logits_BK.device)
@@ -228,6 +228,6 @@ def one_pass_loss(
 
 @functools.cache
 def _compiled_loss() -> Callable[..., Tensor]:
-    """Compile the loss, even if the model is not compiled, because separate operations move more
+    """Return the compiled loss, even if the model is not compiled: separate operations move more
     memory."""
     return torch.compile(one_pass_loss, dynamic=False)

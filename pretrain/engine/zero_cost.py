@@ -11,7 +11,7 @@ Stage 0 keeps fp32 weights in any precision. The optimizer keeps K values per we
     3      w P/N    4 P/N   4 K P/N    4 P/N                 at most 3 r w P A
 
 * The sum over micro-batches is in fp32. It takes 4 P + 4 P/N in bf16 and 8 P in fp32, or 4 P on
-  one rank. fp16 and offload need 4 P + 4 P/N even without accumulation.
+  one rank. fp16, and bf16 with offload, need 4 P + 4 P/N even without accumulation.
 
 r = (N - 1) / N is the fraction of a tensor that each rank of a ring sends. Stage 1 reduces once a
 step, stages 2 and 3 in each micro-batch. Stage 2 reduces by an all-reduce. Stage 3 gathers the
@@ -107,7 +107,7 @@ class Cluster:
     gbit_per_s: float = 200
     """Network bandwidth of a node. A ring over several nodes enters and leaves a node once."""
     gbit_per_s_inside: float = 3600
-    """Bandwidth between two GPUs of a node: 3600 for NVLink 4, 500 for PCIe 5."""
+    """Bandwidth between two GPUs of a node (NVLink 4: 3600, PCIe 5: 500)."""
     teraflops: float = 300
     """Assumed throughput of a GPU."""
 

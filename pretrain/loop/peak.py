@@ -1,6 +1,6 @@
 """The throughput of training (`Meter`), and the peak FLOP/s of a device, for MFU.
 
-The peak is the dense value in a GPU's data sheet. For CPUs and GPUs outside `SHEETS`, the peak is
+The peak is the dense value in a GPU's data sheet. For CPUs, and GPUs outside `SHEETS`, the peak is
 measured with products of square matrices. All ranks measure at once, because they may share cores.
 """
 
@@ -68,8 +68,8 @@ def listed_teraflops(name: str, *, precision: str) -> float | None:
 
 
 def measured_peak(device: torch.device, *, precision: str) -> Peak:
-    """Measure the fastest of several matrix products after a warm-up. CPUs use fp32, because many
-    need seconds for such a product in bf16 or fp16."""
+    """Return the speed of the fastest of several matrix products, after a warm-up. CPUs use fp32,
+    because many CPUs need seconds for a product in bf16 or fp16."""
     on_gpu = device.type == "cuda"
     side, dtype = 1024, torch.float32
     if on_gpu:
@@ -129,8 +129,8 @@ class Meter:
         return self._num_steps * self.global_batch_size / max(self._all_s, 1e-9)
 
     def reading(self) -> dict[str, float]:
-        """Return the throughput since the last reading, and this rank's peak memory in GB (2^30),
-        without waiting for the device."""
+        """Return the throughput since the last reading, and this rank's peak memory in GiB, without
+        waiting for the device."""
         elapsed_s = max(sum(self._seconds), 1e-9)
         images_per_s = len(self._seconds) * self.global_batch_size / elapsed_s
         teraflops = self.flops_per_image * images_per_s / 1e12

@@ -1,6 +1,6 @@
 """Draw a sheet of the model's input images after augmentation, with labels (`pretrain preview`).
 
-The sheet shows images of the run itself, from the beginning of any epoch, without normalization.
+The sheet shows the first images of any epoch of the run, without normalization.
 """
 
 from contextlib import closing

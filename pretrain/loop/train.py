@@ -114,15 +114,16 @@ class Task(ABC):
     ) -> Engine: ...
 
     def record_result(self, result: Mapping[str, Any], tracker: Tracker) -> None:  # noqa: B027 (nothing, by default)
-        """Record the result elsewhere. The first rank calls this method after it has saved the
-        result."""
+        """Record the result outside the run. The first rank calls this method after it has saved
+        the result."""
 
 
 class Pretraining(Task):
     def __init__(
         self, settings: PretrainSettings, data: TrainingData, start: Checkpoint | None = None
     ):
-        """`start`: checkpoint of settings.start_from, or None if the run has its own checkpoint."""
+        """`start`: checkpoint of settings.start_from; None if it is not set or the run has its own
+        checkpoint."""
         # importing takes seconds, and fine-tuning does not need it
         from pretrain.engine import deepspeed
 

@@ -248,7 +248,7 @@ class Trainer:
         return Feed(batches, self.augmentation, waits=self.stop.result)
 
     def _queue_step(self, feed: Feed) -> QueuedStep:
-        """Queue one step on the device: from `step` to `step + 1`."""
+        """Queue the step after `step` on the device."""
         self.first_read.raise_fault()
         step, lr = self.step, self.schedule.lr(self.step)
         PROGRESS.mark("waiting for data", step=step + 1)
@@ -307,7 +307,7 @@ class Trainer:
         self.line.advance(note=in_words(self.reading, self.scores, scored_step=self.scored_step))
 
     def _evaluate(self) -> None:
-        """Evaluate the model. If the run must stop, skip this; the resumed run evaluates first."""
+        """Evaluate the model. If the run must stop, leave this to the resumed run."""
         self.owes_evaluation = self.eval_reader is not None
         if self.stopping:
             return

@@ -46,7 +46,7 @@ def build(
 def build_model(
     spec: AnySpec, *, num_classes: int, image_size: int, seed: int | None = None
 ) -> ImageModel:
-    """Equal seeds give equal initial weights in every process."""
+    """Return a new model. Equal seeds give equal weights in every process."""
     spec.check(image_size=image_size)
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one image's forward pass. Only matrix products, convolutions and attention are
-    counted, as in torch's FlopCounterMode."""
+    """Cost of one image's forward pass. MACs include only matrix products, convolutions and
+    attention, as in torch's FlopCounterMode."""
 
     num_parameters: int = 0
     multiply_adds: int = 0
-    """Number of MACs. A MAC is one multiplication and one addition. Papers call it a "FLOP"."""
+    """Number of MACs. Papers call a MAC a "FLOP"."""
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(

@@ -124,7 +124,7 @@ def _short(value: float) -> str:
 
 
 def parse_power(text: str) -> float:
-    """Parse a positive number, for example 262144, 2.6e8 or 2^18."""
+    """Parse a positive number such as 262144, 2.6e8 or 2^18."""
     found = re.fullmatch(r"(\d+)(?:\^|\*\*)(\d{1,3})", text.strip())
     try:
         value = float(int(found[1]) ** int(found[2])) if found else float(text)

@@ -157,8 +157,8 @@ class MixerSpec(Settings):
     norm_eps: float = Field(1e-5, gt=0)
     """Epsilon of every LayerNorm: 1e-5 in the paper, 1e-6 in timm's Mixers."""
     init: Init = "normal"
-    """Initial weights of the mixing layers. normal: N(0, 1/S) and N(0, 1/C), as in the paper.
-    torch: uniform between -1/sqrt(inputs) and 1/sqrt(inputs)."""
+    """Initial weights of the mixing layers. normal: N(0, 1/S) for tokens and N(0, 1/C) for
+    channels, as in the paper. torch: uniform between -1/sqrt(inputs) and 1/sqrt(inputs)."""
     final_norm: bool = True
     """Use a LayerNorm between the last block and the mean over tokens. Section A.2.1 of the paper
     prints this norm, section 2.2 does not."""
@@ -202,7 +202,6 @@ class MixerSpec(Settings):
         return int((image_size // self.patch_size) ** 2)
 
     def tokens(self, *, image_size: int) -> int:
-        """Number of tokens (S)."""
         return self.num_tokens or self.num_patches(image_size=image_size)
 
     def hidden_sizes(self, *, num_tokens: int) -> tuple[int, int]:

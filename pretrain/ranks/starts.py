@@ -4,9 +4,9 @@
 
 1. An attempt locks the file with the highest number. If another attempt holds the lock, the new
    attempt waits (`lock_wait_s`).
-2. If the lock is still held, the attempt asks SLURM. The holder is over if its job was requeued or
-   has ended, or its node is down. Then the attempt locks the next number. Otherwise the attempt
-   fails and names the holder.
+2. If the lock is still held, the attempt asks SLURM. The holder's attempt is over if its job was
+   requeued or has ended, or its node is down. Then the attempt locks the next number. Otherwise the
+   attempt fails and names the holder.
 3. An attempt that holds the highest number removes the lower numbers and all leftovers of
    killed writers.
 4. A frozen attempt that wakes up ends if its lock is gone or no longer has the highest number
@@ -144,7 +144,7 @@ def _remove_old_leftovers(place: Path) -> None:
 
 def _is_over(holder: Holder) -> bool:
     """Return True if SLURM reports that the holder's attempt is over. Within one job, compare
-    restart counts. Ask `scontrol` about another job."""
+    restart counts. For another job, ask `scontrol`."""
     if not holder.job or holder.cluster != os.environ.get("SLURM_CLUSTER_NAME", ""):
         return False  # this cluster's SLURM does not know the holder's job
     if holder.job == os.environ.get("SLURM_JOB_ID"):

@@ -173,7 +173,8 @@ class Watchdog:
         received: Callable[[int, dict[str, Any]], None] = lambda rank, report: None,
     ) -> None:
         """Set callbacks. `at_end(stopped)`: short work before a verdict ends this process.
-        `stuck_wait_s`: returns the seconds that this rank has waited since the stop request."""
+        `stopped`: True after a stop request. `stuck_wait_s`: returns the seconds that this rank has
+        waited since the stop request."""
         self._at_end, self._stuck_wait_s = at_end, stuck_wait_s
         self._report, self._received = report, received
 

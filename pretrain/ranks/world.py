@@ -59,8 +59,7 @@ class Peer:
 
 
 def rank_of() -> int:
-    """Return the rank of this process from RANK or SLURM_PROCID, for example to print a message
-    once."""
+    """Return the rank of this process from RANK or SLURM_PROCID, otherwise 0."""
     return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
 
 

@@ -9,7 +9,7 @@
    all runs in the queue. When it ends, another one takes over. If the queue has runs on disks of
    other nodes, the process releases the lock every few seconds.
 3. Events that could not be delivered stay in the event log. The next delivery process of the same
-   database sends these events, or `pretrain sync RUN`.
+   database, or `pretrain sync RUN`, sends these events.
 
 The event log is synced before its events are sent. If a power cut loses delivered bytes, the log is
 shorter or has other bytes at that position. Then the log is sent again from its beginning.
@@ -57,8 +57,8 @@ _SYNC_LIMIT_S = 180.0
 _BATCH_EVENTS = 200
 _FILES = ("artifact", "image", "version")
 _TAIL_BYTES = 4096
-"""Number of delivered bytes that are hashed. Each line contains its time, so no other line has the
-same hash."""
+"""Number of the last delivered bytes that are hashed. Each line contains its time, so no other line
+has the same hash."""
 
 
 @dataclass
@@ -75,7 +75,6 @@ class Position:
     has_ended: bool = False
     """True if the delivered bytes contain the end of the run."""
     status: str = ""
-    """Status of the MLflow run."""
 
     @staticmethod
     def path(run_dir: Path) -> Path:
@@ -203,7 +202,7 @@ class Deliveries:
         """Last error of each run, and its time."""
 
     def close(self) -> None:
-        """Release the lock. Another process may then deliver the runs."""
+        """Release the lock, so that another process may deliver."""
         self._deliveries.clear()
         if self._turn is not None:
             self._turn.close()

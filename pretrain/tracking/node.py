@@ -28,8 +28,8 @@ EVERY_S = 10.0
 
 
 class NodeSampler:
-    """Sampler of one node. Network totals begin with the sampler. Network rates and CPU use are
-    averages since the previous sample."""
+    """Sampler of one node. Network totals count from the start of the sampler. Network rates and
+    CPU use are averages since the previous sample."""
 
     def __init__(self, run_dir: Path):
         self._run_dir, self._gpus = run_dir, open_gpus()

@@ -53,7 +53,8 @@ def filters_of(weight_NF: Tensor, *, side: int, color: Color = "furthest") -> ND
 def strongest_filters(
     weight_NF: Tensor, *, side: int, count: int, color: Color = "furthest"
 ) -> NDArray[np.float32]:
-    """Return the filters of the `count` neurons with the largest weights, the largest first."""
+    """Return the filters of the `count` neurons with the largest weight norms, the largest
+    first."""
     order = weight_NF.float().norm(dim=1).argsort(descending=True, stable=True)[:count]
     return filters_of(weight_NF[order], side=side, color=color)
 

@@ -94,7 +94,7 @@ def slurm_tags() -> dict[str, str]:
 
 
 KNOWN = ("cifar", "stl10", "tinyimagenet", "mnist", "imagenet1k", "imagenet21k")
-"""Kinds of sources with a single dataset, whatever its name."""
+"""Kinds of sources with a common name, which replaces the dataset's own name."""
 
 
 def target_of(manifest: Manifest) -> str:
@@ -193,8 +193,8 @@ def _given(word: str) -> str:
 
 @cache
 def git_commit() -> str:
-    """Return the commit of the running code, with -dirty if the code was changed. A cluster job's
-    copy of the code contains the commit."""
+    """Return the commit of the running code, with -dirty if the code was changed, or the version of
+    an installed package. A cluster job's copy of the code contains the commit."""
     here = Path(__file__).parents[1]
     said = here.parent / "COMMIT"
     try:

@@ -287,10 +287,7 @@ def schema_revision() -> str | None:
 
 def runs_page(address: str) -> str:
     """Return the address of the page of the newest run's experiment, with columns of accuracies.
-    Without a run, return the page of all experiments.
-
-    MLflow keeps the columns as a shared view in a tag of the experiment.
-    """
+    Without a run, return the page of all experiments."""
     client = MlflowClient(tracking_uri=address)
     experiments = [each.experiment_id for each in client.search_experiments()]
     newest = client.search_runs(experiments, order_by=["attributes.start_time DESC"], max_results=1)

@@ -117,8 +117,8 @@ class RunIdentity(Settings):
 
 
 class Tracker:
-    """The tracking of a run, for all threads. On ranks without a run directory, calls do nothing.
-    If `settings.enabled` is false, there is only the event log."""
+    """The tracking of a run, for all threads. If `run_dir` is None, calls do nothing. If
+    `settings.enabled` is false, there is only the event log."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Tracker:
         self._append({"event": "params", "params": values, "tags": dict(tags or {})})
 
     def metrics(self, values: dict[str, float], *, step: int) -> None:
-        """Log metrics. Skip metrics that the log has for this step, because a resumed run repeats
+        """Log metrics, unless the log has them for this or a later step: a resumed run repeats
         steps."""
         with self._lock:
             fresh = {name: value for name, value in values.items() if self._is_new(name, step)}
@@ -410,5 +410,5 @@ def readable_events(lines: list[bytes]) -> list[dict[str, Any]]:
 
 
 def image_name(key: str) -> str:
-    """Return the key of an image in `last_steps`, next to the names of metrics."""
+    """Return the key of an image in `last_steps`, which also has metrics."""
     return f"image:{key}"

@@ -151,8 +151,7 @@ def _starts(counts: Tensor) -> Tensor:
 
 
 def largest_singular_value(matrix: "csr_matrix") -> float:
-    """Compute the value by Lanczos' method from a fixed start vector. Only small matrices become
-    dense."""
+    """Use Lanczos' method with a fixed start vector. Only small matrices become dense."""
     from scipy.sparse.linalg import svds
 
     rows, columns = np.unique(matrix.nonzero()[0]), np.unique(matrix.indices)
