@@ -69,7 +69,7 @@ COLUMNS = tuple(field.name for field in fields(Answers) if field.name != "moment
 
 
 def scores_of(answers: Answers) -> dict[str, float]:
-    """Return the scores as {name in result.json: value}."""
+    """Return the scores as {name in result.json without `eval/`: value}."""
     bins = calibration(answers.probabilities_NA[:, 0], answers.is_right)
     # squared distance between probabilities and truth, summed over classes: between 0 and 2
     brier = answers.squares_N - 2 * np.exp(-answers.losses_N) + 1
