@@ -8,7 +8,7 @@ full sample     From X'X, X'Y, Y'Y and row sums of all N images, in one pass.
                 Memory: d^2 numbers for d features and any N.
 
 HSIC1 does not change if one vector is added to all rows of X. Rows are roughly centered, so that
-fewer digits cancel. L, M layers, N images, D features.
+fewer digits are lost. Shapes: L, M layers, N images, D features.
 """
 
 import torch
@@ -41,14 +41,14 @@ def _hsic(size: int, traces: Tensor, crossed: Tensor, sums: Tensor) -> Tensor:
 
 def cka(cross: Tensor, one: Tensor, other: Tensor) -> Tensor:
     """Return CKA from HSIC1 (..., L, M) and the HSIC1 of each layer with itself, (..., L) and (...,
-    M). CKA is nan for constant features and noise, because HSIC1 of such a layer with itself is not
-    positive."""
+    M). CKA is nan if the HSIC1 of a layer with itself is not positive, for example for constant
+    features."""
     both = one.clamp_min(0).unsqueeze(-1) * other.clamp_min(0).unsqueeze(-2)
     return torch.where(both > 0, cross / both.sqrt(), torch.nan)
 
 
 class WholeSample:
-    """HSIC1 of two layers over all added images. Memory does not depend on the number of images."""
+    """HSIC1 of two layers over all added images."""
 
     def __init__(self) -> None:
         self._size, self._sums = 0, [torch.zeros(())] * 7
