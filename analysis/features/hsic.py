@@ -1,14 +1,15 @@
-"""Similarity of two sets of features: the unbiased HSIC1 with linear kernels, and CKA, in float64.
-Two algorithms give the same HSIC1:
+"""Similarity of two sets of features, in float64: HSIC1, the unbiased estimator of the
+Hilbert-Schmidt independence criterion with linear kernels, and centered kernel alignment (CKA). Two
+algorithms give the same HSIC1:
 
-minibatch       From the Gram matrices K = XX', L = YY' of n images. HSIC1 is averaged over batches
+minibatch       uses the Gram matrices K = XX', L = YY' of n images. HSIC1 is averaged over batches
                 before CKA is computed, because a mean of CKA would be biased.
                 Memory: the Gram matrices, layers x n^2 x 8 bytes.
-full sample     From X'X, X'Y, Y'Y and row sums of all N images, in one pass.
+full sample     uses X'X, X'Y, Y'Y and row sums of all N images, in one pass.
                 Memory: d^2 numbers for d features and any N.
 
-HSIC1 does not change if one vector is added to all rows of X. Rows are roughly centered, so that
-fewer digits are lost. Shapes: L, M layers, N images, D features.
+Rows are roughly centered, so that fewer digits are lost. This does not change HSIC1. Shapes: L, M
+layers, N images, D features.
 """
 
 import torch

@@ -19,8 +19,7 @@ class Experiment:
     plans: tuple[str, ...] = ()
     """Names of files in configs/plan/, without .yaml."""
     verb: str = ""
-    """Arguments of `analysis`, with placeholders RUN and DATA. `analysis paper` draws `masks` and
-    `widths` itself, because they need no run."""
+    """Arguments of `analysis`, with placeholders RUN and DATA."""
     command: str = ""
     """Complete command of another program."""
     reason: str = ""

@@ -177,7 +177,7 @@ def machine(device: str) -> str:
 
 
 def draw(rows: pd.DataFrame, conditions: Conditions) -> Figure:
-    """Draw images per second against MACs. On the dashed line, MACs per second equal the first
+    """Draw images per second against MACs. On a dashed line, MACs per second equal the first
     model's."""
     macs = rows.multiply_adds / 1e9
     with looks():

@@ -39,8 +39,7 @@ class Answers:
     """The most probable class after each number of views in `moments`."""
     losses_NM: Floats
     moments: tuple[int, ...] = ()
-    """Numbers of views after which the prediction of the running mean is recorded, such as (1, 2,
-    5)."""
+    """Numbers of views after which the prediction of the running mean is recorded."""
 
     @classmethod
     def of_ranks(cls, shares: Sequence["Answers"], *, num_samples: int, num_bad: int) -> "Answers":
