@@ -1,1 +1,1 @@
-"""Tables and figures of runs, checkpoints and datasets. No other package imports `analysis`."""
+"""Tables and figures of runs, checkpoints and datasets."""

@@ -4,7 +4,7 @@
 
 NAME.parquet              measured values
 NAME-results.parquet      the results table of a plan
-NAME.png, NAME.svg        the figure (no SVG of image sheets); NAME-WHICH.png if there are several
+NAME.png, NAME.svg        the figure (no SVG of image sheets); NAME-SUFFIX.png if there are several
 NAME.md                   a page of tables (some commands)
 NAME.json                 facts, sha256 of all inputs, commit, names of the other files; written
                           last, so a result with this file is complete
@@ -50,7 +50,8 @@ class Result:
     rows: "DataFrame | None" = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     figures: "Mapping[str, Figure | Image]" = field(default_factory=dict)
-    """Figures by name suffix. WHICH is saved as NAME-WHICH, an empty suffix as NAME."""
+    """Figures by name suffix. A figure is saved as NAME-SUFFIX, or as NAME if the suffix is
+    empty."""
     inputs: Sequence[Path | str] = ()
     """Datasets, runs and checkpoints to hash, in addition to the option `points`."""
     printed: "Sequence[str | DataFrame]" = ()
@@ -156,7 +157,7 @@ def draw_band(axes: "Axes", x: Any, low: Any, middle: Any, high: Any, **style: A
 
 
 def draw_legend(figure: "Figure", axes: "Sequence[Axes]") -> None:
-    """Draw one legend for all axes below them, and enlarge the figure by the legend."""
+    """Draw one common legend below all `axes`, and enlarge the figure by the legend."""
     handles = {
         label: handle
         for each in axes

@@ -1,8 +1,8 @@
 """The results table, for figures, tables and fits: one row for each accuracy of a finished run.
 
-A pretraining has a row for its end and for each of its `checkpoint.milestones`. A probe, k-NN,
-tuning or evaluation has a row that also describes its weights. Unknown values are null. No torch is
-imported.
+A pretraining (or training from scratch) has a row for its end and for each evaluated milestone
+(`checkpoint.milestones`). A probe, tuning or evaluation has a row that also describes its weights.
+k-NN has a row for each k. Unknown values are null.
 """
 
 import json
@@ -127,7 +127,7 @@ def read_results(paths: Iterable[Path]) -> pd.DataFrame:
 
 
 def _check_top1(results: pd.DataFrame) -> None:
-    """Trainings without an evaluation split need no top-1."""
+    """Raise UserError if a result on an evaluation split has no top-1."""
     is_evaluated = results.split.notna() & (results.split != NOT_STATED)
     lacking = results[results.error.isna() & is_evaluated]
     if len(lacking):

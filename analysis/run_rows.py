@@ -1,5 +1,4 @@
-"""Rows of one finished run in the results table (columns: `analysis.results.COLUMNS`). No torch is
-imported."""
+"""Rows of one finished run in the results table (columns: `analysis.results.COLUMNS`)."""
 
 import hashlib
 import json
@@ -86,7 +85,8 @@ def rows_of_run(run: Run) -> list[dict[str, Any]]:
 
 
 def _about(run: Run, chain: Sequence[Run]) -> dict[str, Any]:
-    """Return the columns that follow from the settings of the run and its parents."""
+    """Return the columns that follow from the settings of all runs in `chain` (see
+    `rows_of_run`)."""
     trained = next((each for each in chain if each.task == "tune"), run)
     manifest = run.manifest
     split = manifest.splits.get(run.split) if manifest else None

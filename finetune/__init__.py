@@ -1,4 +1,4 @@
-"""Commands that use a pretrained checkpoint, with the loader, step and tracking of `pretrain`.
+"""Commands for pretrained checkpoints, with the loader, training step and tracking of `pretrain`.
 
     probe/       linear classifiers and nearest neighbors, on features stored on disk
     tune/        fine-tuning with the training loop of `pretrain` and accelerate
@@ -11,5 +11,5 @@
     runs.py      reader of run directories, for reports, tables and model cards
 
 Every command has a `command.py` (options). All except predict and import have a `config.py`
-(settings). Neither file imports torch.
+(settings).
 """

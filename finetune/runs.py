@@ -5,7 +5,7 @@
     RUN/result.json              scores; exists once the run has finished
     RUN/tracking/journal.jsonl   event log: parameters and tags, then metrics
 
-A fact that cannot be read stays unknown. No torch, MLflow or tracking database is used.
+A fact that cannot be read stays unknown.
 """
 
 import sys
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def is_group(self) -> bool:
-        """True if this run averages repetitions. The repetitions are runs in its subdirectories."""
+        """True if this run averages repetitions (the runs in its subdirectories)."""
         return self.settings.get("seeds") is not None or bool(self.settings.get("folds"))
 
     @property
@@ -142,7 +142,7 @@ class Run:
 
     @property
     def started_from(self) -> str:
-        """Description of the pretrained weights; empty if unknown."""
+        """Description of the weights that the run started from; empty if unknown."""
         if self.pretrained is None:
             return "random weights" if self.task in ("pretrain", "scratch") else ""
         card = card_of(self.pretrained)
@@ -230,11 +230,12 @@ class Result(NamedTuple):
     value: float
     run: str
     is_of_these_weights: bool
-    """False for another step, and for a probe, k-NN or fine-tuning run on the checkpoint."""
+    """False if the accuracy is from another step, or from a probe, k-NN or fine-tuning run on the
+    checkpoint."""
 
 
 def read_run(directory: Path) -> Run:
-    """Read a run. Fail if it has no record, or if its settings cannot be read."""
+    """Read a run. Fail if it has no record or no readable settings."""
     record, settings = read_record(directory), read_yaml(directory / CONFIG_FILE)
     if record is None:
         fix = "give the directory of a run, or repeat the run"

@@ -1,7 +1,7 @@
 """Setup of a short run (probe, knn, evaluate): process group, frozen model, and MLflow record.
 
 A short run has no checkpoints, so it starts from the beginning after an interruption. If a signal
-ends the run, its status is KILLED. Only this file and tune/tune.py import accelerate.
+ends the run, its status is KILLED.
 """
 
 import datetime
@@ -105,8 +105,8 @@ def start_accelerator(
 class PatientGroup:
     """Process group without a timeout, for long waits on other ranks.
 
-    Instead of a timeout, the heartbeat (watchdog.py) finds lost ranks. All ranks must create the
-    group together, before the work.
+    The heartbeat (watchdog.py) finds lost ranks. All ranks must create the group together, before
+    the work.
     """
 
     def __init__(self) -> None:
@@ -195,7 +195,8 @@ def recorded(
     stop: StopFlag | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Iterator[Tracker]:
-    """Lock the run directory, and record the run as a child of the run that trained the weights.
+    """Lock the run directory, and record the run in MLflow as a child of the run that trained the
+    weights.
 
     All ranks enter this context; only the first rank records. `used`: splits of one dataset, each
     with its use, such as "training". `tags` must contain "task".

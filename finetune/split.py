@@ -1,4 +1,4 @@
-"""Checks of splits, and one pass over a split. Only the pass imports torch.
+"""Checks of splits, and one pass over a split.
 
 Two splits share a sample if both contain the same offset in the same tar (compared by hash). This
 check finds overlapping subsets of one dataset. `data_prep dedup` finds copies of images in other
@@ -60,7 +60,7 @@ def check_apart(
 def _shared_samples(
     directory: Path | str, manifest: Manifest, one: str, other: str
 ) -> tuple[int, str]:
-    """Return the number of samples in both splits, and the first tar with such a sample."""
+    """Return the number of samples in both splits, and the first tar with a shared sample."""
     num_shared, first = 0, ""
     others: dict[str, list[Shard]] = {}
     for shard in manifest.splits[other].shards:

@@ -1,7 +1,8 @@
 """Python API for datasets, models, checkpoints, features and predictions.
 
-`import wide_mlps` imports neither torch nor timm. They are imported at the first use of a name that
-needs them. Every name is an object of another package, or a function that only calls such objects.
+`import wide_mlps` imports neither torch nor timm. The first use of a name imports the libraries
+that it needs. Every name is an object of another package, or a function that only calls objects of
+other packages.
 """
 
 from collections.abc import Iterable
@@ -74,7 +75,7 @@ def load_checkpoint(source: Path | str) -> "Checkpoint":
     """Open a checkpoint and check its hashes.
 
     `source`: a run directory (for its newest checkpoint), RUN@50epochs (for its checkpoint at 50
-    epochs), a checkpoint, a folder of weights, or hf-hub:USER/NAME.
+    epochs), a checkpoint, a folder of weights, hf-hub:USER/NAME or timm:NAME.
     """
     from pretrain.checkpoints.checkpoint import Checkpoint
 

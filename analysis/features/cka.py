@@ -1,11 +1,11 @@
 """`analysis cka`: similarity of the features of two trained networks, mixing by mixing.
 
-Each pair of runs has a CKA matrix and the mean of its diagonal. If the depths differ, the diagonal
-has the entries at the same fraction of both depths. The ceiling is this mean for two seeds of
-one architecture. The floor is this mean if the second network gets the images in another order.
+Each pair of runs has a CKA matrix (hsic.py) and the mean of its diagonal. If the depths differ, the
+diagonal has the entries at the same fraction of both depths. The ceiling is this mean for two seeds
+of one architecture. The floor is this mean if the second network gets the images in another order.
 Pairs of the same two architectures are averaged, with a standard deviation, or an interval from
-resampled batches. F layers of all runs together, T batches, W weightings of batches, L and M layers
-of one run.
+resampled batches. Shapes: F layers of all runs together, T batches, W weightings of batches, L and
+M layers of one run.
 """
 
 import itertools
@@ -131,8 +131,8 @@ def _models(found: Comparison, pair: Pair) -> list[str]:
 
 
 def groups_of(found: Comparison, pairs: Sequence[Pair]) -> pd.DataFrame:
-    """Return a row for each pair of architectures, sorted by the density of the second architecture
-    if it is a SW-MLP. Architectures with several seeds have a ceiling."""
+    """Return a row for each pair of architectures, sorted by the first, then by the density of the
+    second (if it is a SW-MLP). Architectures with several seeds have a ceiling."""
     seeds_of: dict[Any, list[Pair]] = {}
     for pair in pairs:
         specs = tuple(found.subjects[run].card.model for run in pair)

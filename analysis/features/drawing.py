@@ -1,5 +1,5 @@
-"""The figures of `analysis cka` and `analysis invariance`. Call these functions inside
-`with looks(...)`, which sets the plot style."""
+"""The figures of `analysis cka` and `analysis invariance`. Call these functions inside `with
+looks(...)`."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,14 +1,15 @@
-"""Similarity of two sets of features: the unbiased HSIC1 with linear kernels, and CKA, in float64.
-Two algorithms give the same HSIC1:
+"""Similarity of two sets of features, in float64: HSIC1, the unbiased estimator of the
+Hilbert-Schmidt independence criterion with linear kernels, and centered kernel alignment (CKA). Two
+algorithms give the same HSIC1:
 
-minibatch       From the Gram matrices K = XX', L = YY' of n images. HSIC1 is averaged over batches
+minibatch       uses the Gram matrices K = XX', L = YY' of n images. HSIC1 is averaged over batches
                 before CKA is computed, because a mean of CKA would be biased.
                 Memory: the Gram matrices, layers x n^2 x 8 bytes.
-full sample     From X'X, X'Y, Y'Y and row sums of all N images, in one pass.
+full sample     uses X'X, X'Y, Y'Y and row sums of all N images, in one pass.
                 Memory: d^2 numbers for d features and any N.
 
-HSIC1 does not change if one vector is added to all rows of X. Rows are roughly centered, so that
-fewer digits cancel. L, M layers, N images, D features.
+Rows are roughly centered, so that fewer digits are lost. This does not change HSIC1. Shapes: L, M
+layers, N images, D features.
 """
 
 import torch
@@ -41,14 +42,14 @@ def _hsic(size: int, traces: Tensor, crossed: Tensor, sums: Tensor) -> Tensor:
 
 def cka(cross: Tensor, one: Tensor, other: Tensor) -> Tensor:
     """Return CKA from HSIC1 (..., L, M) and the HSIC1 of each layer with itself, (..., L) and (...,
-    M). CKA is nan for constant features and noise, because HSIC1 of such a layer with itself is not
-    positive."""
+    M). CKA is nan if the HSIC1 of a layer with itself is not positive, for example for constant
+    features."""
     both = one.clamp_min(0).unsqueeze(-1) * other.clamp_min(0).unsqueeze(-2)
     return torch.where(both > 0, cross / both.sqrt(), torch.nan)
 
 
 class WholeSample:
-    """HSIC1 of two layers over all added images. Memory does not depend on the number of images."""
+    """HSIC1 of two layers over all added images."""
 
     def __init__(self) -> None:
         self._size, self._sums = 0, [torch.zeros(())] * 7

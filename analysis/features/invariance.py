@@ -2,8 +2,8 @@
 permuted images, and the accuracy of the mean prediction over augmented views.
 
 Images are changed before the model's own pixel order is applied. A shift fills the border with the
-mean color. CKA compares the mixings' features of original and changed images. B images, K changes,
-L mixings, M numbers of views.
+mean color. CKA compares the mixings' features of original and changed images. Shapes: B images, K
+changes, L mixings, M numbers of views.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -107,7 +107,8 @@ def _classes(subject: Subject, images: Images, *, device: torch.device) -> Tenso
 
 
 def measure(subject: Subject, images: Images, *, quick: bool, device: torch.device) -> pd.DataFrame:
-    """Return a row for each change: top-1, agreement (equal predictions) and CKA."""
+    """Return a row for each change: top-1, agreement (fraction of predictions that stay equal) and
+    CKA."""
     card, classes = subject.card, _classes(subject, images, device=device)
     size = card.image_size
     tried = [*changes(size, quick=quick)]

@@ -1,4 +1,5 @@
-"""Outputs of a model's mixings before the skip path, in the order of the forward pass.
+"""Outputs of a model's mixings, before they are added to the skip path, in the order of the forward
+pass.
 
 A block of a Mixer has two mixings (tokens, then channels). A layer of an MLP or a SW-MLP has one.
 """

@@ -1,5 +1,6 @@
 """First layers as images, several checkpoints side by side, and the locality of their neurons
-(Scaling MLPs, Figures 10 and 11). Appendix B of the paper draws the maximum of a pixel's colors.
+(Scaling MLPs, Figures 10 and 11). As in Appendix B of the paper, a pixel shows the maximum of its
+three colors.
 
 Locality of a neuron, from the energy e of each pixel (squared weights summed over colors):
 
@@ -116,7 +117,8 @@ def first_layer(opened: Checkpoint, name: str = "") -> Layer:
 
 
 def sheet(layers: Sequence[Layer], which: str, count: int) -> Image.Image:
-    """Draw the `which` ("first" or "largest") `count` neurons of each layer."""
+    """Draw `count` neurons of each layer. `which`: "first", or "largest" for the largest
+    weights."""
     sheets = []
     for layer in layers:
         weight, side = layer.weight_NF, layer.side

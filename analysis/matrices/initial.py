@@ -74,8 +74,8 @@ def widths(
     gamma: float = GAMMA,
     seeds: int = 10,
 ) -> pd.DataFrame:
-    """Return the rows of Figure 4 right. They have the largest singular values of both matrices of
-    each Mixer, and of the SW-MLP with the same width and Omega."""
+    """Return the rows of Figure 4 right: largest singular values of both matrices of a Mixer, and
+    of the SW-MLP with equal width and Omega."""
     cases = [
         {"channels": channels, "tokens": tokens, "width": channels * tokens, "gamma": gamma}
         | {"density": omega / (gamma * (channels * tokens) ** 2)}
@@ -94,7 +94,7 @@ def widths(
 def sparser(
     exponents: Sequence[float], omegas: Sequence[int], *, seeds: int, with_all_values: bool
 ) -> pd.DataFrame:
-    """Return the rows of Figure S.1: all singular values, or only the largest one, of m x m
+    """Return the rows of Figure S.1: all nonzero singular values, or only the largest one, of m x m
     matrices with about Omega connections. A matrix Z is divided by the root of the mean diagonal
     entry of Z Z^T (D.1). For a = 0 (dense), the largest value tends to 2."""
     cases = [
@@ -118,7 +118,7 @@ def sparser(
 
 
 def figure_4(*, quick: bool) -> Result:
-    """`facts` in the result are for the greatest width."""
+    """Return Figure 4 right. Its `facts` describe the greatest width."""
     rows = widths(SIDES[::4] if quick else SIDES, seeds=2 if quick else 10)
     widest = rows[rows.width == rows.width.max()]
     measured = {"width": widest.width.iloc[0], "measured": widest.sw_mlp.mean()}

@@ -31,8 +31,8 @@ def masks(tokens: int, channels: int, *, seed: int) -> Result:
 
 
 def masks_of(tokens: int, channels: int, *, seed: int = 0) -> dict[str, Mask]:
-    """Return {name: mask}. The SW-MLP has as many connections as the mean of both mixings, (C S^2 +
-    C^2 S) / 2."""
+    """Return {name: mask}. A SW-MLP layer has on average (C S^2 + C^2 S) / 2 connections, the mean
+    of both mixings."""
     generator = np.random.default_rng(seed)
     width = tokens * channels
     of_tokens = np.kron(np.ones((tokens, tokens), bool), np.eye(channels, dtype=bool))

@@ -1,7 +1,7 @@
 """Propositions 3.2 and 3.3 and Corollary 3.4 of the Mixer paper, checked on random matrices.
 
 X is S x C, W is S x S and V is C x C. vec(X) stacks the columns of X. J vec(X) = vec(X^T). (x) is
-the Kronecker product.
+the Kronecker product, and phi an activation. In 3.3, L(B) is a loss of weights B.
 
     3.2   vec(phi(phi(W X) V)) = phi(J^T L phi(J R vec(X))), L = I_S (x) V^T, R = I_C (x) W
     3.4   vec(phi(W X V)) = phi(M vec(X)), M = J^T L J R, a Monarch matrix with equal blocks
@@ -9,8 +9,7 @@ the Kronecker product.
           >= min over B of L(B) + lambda / (C S) |B|_1
 
 For 3.3, checks compare both regularizers for random V and W, and both minima if L is the mean
-squared error of a linear model. The problem over B is convex. The minimum over V and W is the least
-value from several starts.
+squared error of a linear model. The minimum over V and W is the least value from several starts.
 """
 
 from itertools import product

@@ -2,11 +2,11 @@
 with the law of random matrices.
 
 Singular values are computed as roots of the eigenvalues of the smaller Gram matrix in float64.
-Eigenvalues have an error of about 1e-15 of the largest one. A singular value at a thousandth of the
-largest thus has a relative error of 1e-9.
-Values below NOISE x the largest are rounding errors, and the effective rank skips them.
+Eigenvalues have an error of about 1e-15 of the largest eigenvalue. Singular values below NOISE x
+the largest are rounding errors, and the effective rank skips them.
 
-Columns for each matrix W and step (both ranks of the effective matrix are `copies` times higher):
+Columns for each matrix W and step (the effective matrix has `copies` times the stable and the
+effective rank):
 
     gaussian_edge   largest singular value of a Gaussian matrix with these sides and Frobenius norm
     stable_rank     |W|_F^2 / sigma_max^2
@@ -126,7 +126,7 @@ def effective_rank(values: Array) -> float:
 
 def distance(values: Array, *, ratio: float) -> float:
     """Return the Kolmogorov distance between the squared singular values and Marchenko and Pastur's
-    law with the same mean. Scaling W does not change the distance."""
+    law with the same mean."""
     squares = np.sort(values.astype(np.float64) ** 2)
     if not squares.any():
         return 1.0
@@ -152,7 +152,7 @@ def marchenko_pastur(ratio: float) -> tuple[Array, Array]:
 
 
 def draw(rows: pd.DataFrame) -> dict[str, Figure]:
-    """Draw all columns over the blocks, at the last step of each run. A second figure has the
+    """Draw each measure over the blocks, at the last step of each run. A second figure has the
     largest singular value over steps, for runs with three or more steps."""
     rows = rows[rows.block.notna()]
     if rows.empty:

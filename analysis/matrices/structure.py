@@ -2,12 +2,11 @@
 with the same singular values.
 
 The outputs of W[(s, c), (h, v)] form a grid S x C, the inputs a grid H x V, token by token. The
-nearest matrix (in the Frobenius norm) consists of rank-1 approximations. Its distance follows from
-the singular values of slices of W:
+nearest matrix (in the Frobenius norm) consists of rank-1 approximations of slices of W. The
+distance follows from the singular values of the slices:
 
     Monarch     L[c][s, h] R[h][c, v]   each slice over (s, v), one for every (c, h)
-    Kronecker   A[s, h] B[c, v]         all entries as one matrix, (s, h) by (c, v) (Van Loan and
-                                        Pitsianis)
+    Kronecker   A[s, h] B[c, v]         all entries as one matrix, (s, h) by (c, v)
 
 A Kronecker matrix is also a Monarch matrix. The grid of a SW-MLP is tokens by channels; other grids
 are as near to a square as the sides allow. If a side is prime, slices are vectors and every matrix
@@ -38,7 +37,8 @@ FORMS = ("monarch", "kronecker")
 
 
 def distance(weight: Array | Tensor, form: str, *, out: Grid, into: Grid) -> float:
-    """Return |W - nearest|_F / |W|_F, which is 0 for a matrix of this form."""
+    """Return |W - nearest|_F / |W|_F, which is 0 for a matrix of this form. `out`, `into`: grids of
+    outputs and inputs."""
     slices = slices_of(weight, form, out=out, into=into)
     is_tall = slices.shape[1] >= slices.shape[2]
     squares = torch.linalg.eigvalsh(slices.mT @ slices if is_tall else slices @ slices.mT)

@@ -65,8 +65,8 @@ def matrices_of(model: ImageModel, card: ModelCard) -> Iterator[Matrix]:
 
 
 def initial_model(opened: Checkpoint) -> ImageModel | None:
-    """Return the model with the initial weights of its run, built from the seed. None for imported
-    weights, and for runs that started from other weights."""
+    """Return the model with the initial weights of the checkpoint's run, built from the run's seed.
+    Return None for imported weights, and if the run started from other weights."""
     run_dir, card = opened.run_dir, opened.card
     run = read_run(run_dir) if run_dir else None
     if run is None or run.record.parents or run.record.seed is None:

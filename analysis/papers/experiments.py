@@ -1,6 +1,6 @@
 """Rows of docs/papers.md and of `analysis paper`: each figure, table and proposition of both
 papers. A row has plans or a command, or the reason why it has none, and numbers that the paper
-prints. A test checks that each plan of configs/plan/ has a row."""
+prints."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -19,8 +19,7 @@ class Experiment:
     plans: tuple[str, ...] = ()
     """Names of files in configs/plan/, without .yaml."""
     verb: str = ""
-    """Arguments of `analysis`, with placeholders RUN and DATA. `analysis paper` draws `masks` and
-    `widths` itself, because they need no run."""
+    """Arguments of `analysis`, with placeholders RUN and DATA."""
     command: str = ""
     """Complete command of another program."""
     reason: str = ""

@@ -119,7 +119,7 @@ def paper_of(plan: Plan) -> str | None:
 
 
 def rows_of_plan(plan: Plan) -> tuple[list[Row], list[Row]]:
-    """Return the plan's own rows and the rows of its paper."""
+    """Return the plan's own rows, and the rows of shared.yaml for its paper."""
     shared = read_yaml(SHARED)
     parts = [shared[key] for key in (paper_of(plan), "both") if key]
     own = _rows({"source": plan.source, "chosen": plan.chosen}, plan.path)

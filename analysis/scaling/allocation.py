@@ -3,7 +3,7 @@ C.
 
 Lines are fitted to the frontier at one number of epochs (as in Scaling MLPs), and to the minima of
 isoFLOP parabolas. Exponents have no intervals, because the minimum of noisy errors is biased and no
-interval has been tested. K compute budgets, N points, P model sizes.
+interval has been tested. Shapes: K compute budgets, N points, P model sizes.
 """
 
 from collections.abc import Mapping

@@ -23,7 +23,7 @@ LABELS = {"parameters": "P: parameters", "images": "N: different images"}
 
 
 def draw(studies: Sequence[Study]) -> dict[str, Figure]:
-    """Draw all figures. Call it inside `with looks(...)`, which sets the plot style."""
+    """Draw all figures. Call this function inside `with looks(...)`."""
     figures = {"compute": _draw_compute(studies)}
     if any(each.used[name].any() for each in studies for name in ("size", "data")):
         figures["size-data"] = _draw_size_and_data(studies)

@@ -6,7 +6,7 @@ shape, non-negative least squares give the factors a_j and E_inf in closed form.
 Levenberg-Marquardt steps find the shape, for all sets of errors in one batch. Variables are divided
 by their geometric mean. Fits minimize squared errors of E, not of log E.
 
-B sets of errors, K columns (factors, then E_inf), Q shape parameters, N points.
+Shapes: B sets of errors, K columns (factors, then E_inf), Q shape parameters, N points.
 """
 
 from collections.abc import Mapping
@@ -36,9 +36,9 @@ _CHUNK = 60_000
 
 @dataclass(frozen=True)
 class Term:
-    """The term factor * u^-exponent. Without `within`, u is the variable. "offset": u is the
-    variable plus a parameter. "repeats": u is N_eff = N (1 + R (1 - e^(-(T-1)/R))), or the images
-    seen if T < 1."""
+    """The term factor * u^-exponent. If `within` is empty, u is the variable. "offset": u is the
+    variable plus a parameter. "repeats": u is N_eff = N (1 + R (1 - e^(-(T-1)/R))) for N images and
+    T epochs, or N T if T < 1."""
 
     variable: str
     factor: str
@@ -137,7 +137,8 @@ class Fit:
 
     @property
     def at_bounds(self) -> dict[str, Array]:
-        """Parameter -> True for each fit with this parameter at an end of its range (E_inf: 0)."""
+        """Parameter -> True for each fit with this parameter at an end of its range (factors and
+        E_inf: 0)."""
         low, high = self.law.bounds
         shape = (self.shape_BQ <= low) | (self.shape_BQ >= high)
         return dict(

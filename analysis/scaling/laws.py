@@ -70,7 +70,8 @@ def interval_of(values_B: Array) -> tuple[float, float]:
 
 
 def band_of(values_BN: Array) -> tuple[Array, Array, Array]:
-    """Return the lower end, the values for the measured errors, and the upper end."""
+    """Return the lower end of the 95 % interval, row 0 (for the measured errors), and the upper
+    end. The other rows are resamples."""
     low, high = np.percentile(values_BN[1:] if len(values_BN) > 1 else values_BN, QUANTILES, axis=0)
     return low, values_BN[0], high
 
@@ -84,9 +85,9 @@ def estimate(
     without_N: NDArray[np.bool_] | None = None,
     resamples: int = 0,
 ) -> Estimate | str:
-    """Fit a law to the points in `counted_N`. `without_N`: points of the fit that predicts the
-    largest `size` (default: `counted_N` below this size). `resamples`: sets of resampled errors for
-    the intervals."""
+    """Fit a law to the points in `counted_N`. A second fit, to `without_N` (default: `counted_N`)
+    without the largest `size`, predicts the points of the largest `size`. `resamples`: number of
+    sets of resampled errors."""
     held = sample.of(counted_N)
     if lack := _lack(law, held):
         return lack
@@ -118,13 +119,13 @@ def estimate(
 
 
 def _resampled_errors(sample: Sample, fitted_N: Array, spare: int, count: int) -> Array:
-    """Return B sets of errors (B, N). Points stay the same, because sizes are chosen, not random.
-    Each run gets the residuals of a random run, checkpoint by checkpoint, so checkpoints stay
-    correlated. `spare`: degrees of freedom.
+    """Return `count` sets of resampled errors (B, N). Points stay the same, because sizes are
+    chosen, not random. Each run gets the residuals of a random run, checkpoint by checkpoint, so
+    checkpoints stay correlated. `spare`: degrees of freedom.
 
     Two factors widen the residuals. The first is sqrt(runs / spare), because the fit follows the
     noise. The second is the quantile of Student's t / normal quantile, because the variance is
-    estimated. For a linear law, percentiles of the resampled fits then give the usual t interval.
+    estimated.
     """
     rest_N = sample.errors_N - fitted_N
     _, run_N, length_R = np.unique(sample.runs_N, return_inverse=True, return_counts=True)

@@ -16,8 +16,8 @@ COLUMNS = ("compute", "parameters", "images", "epochs", "samples")
 FEWEST_RUNS = 4
 MIXERS = ("mixer", "smixer")
 PROPORTIONAL = 1.1
-"""Largest ratio between two values of C / (P N T) for which compute counts as proportional to P N
-T."""
+"""Largest ratio between two values of C / (P N T) for which compute is treated as proportional to P
+N T."""
 HELD = (
     *("kind", "optimizer", "lr", "weight_decay", "global_batch_size", "augmented"),
     *("own_augmented", "num_views", "family"),
@@ -90,8 +90,8 @@ class Sample:
 
 
 def read_points(paths: Sequence[Path]) -> pd.DataFrame:
-    """Read results tables, and CSV files with the columns compute and error. Each row of a CSV
-    counts as a run."""
+    """Read results tables, and CSV files with the columns compute and error. Each row of a CSV is
+    treated as one run."""
     frames = []
     for number, path in enumerate(paths):
         if path.suffix != ".csv":

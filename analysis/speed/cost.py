@@ -3,9 +3,9 @@ MLP-Mixer of the same widths.
 
 The command times training steps without data loading. The caption has S = 64, C = 48, L = 3 and
 gamma = 2. AdamW, batch 128 and float32 are from C.3 (runtime of Table 1). The SW-MLP has a block
-for each mixing (2 L) and the Mixer's Omega. The paper stores dense weights and a mask of 4 bytes
-per entry. Another row stores only existing connections. Each round measures all models,
-and ratios are medians over rounds, because the speed of a shared machine drifts.
+for each mixing (2 L) and the Mixer's Omega. The paper's SW-MLP has dense weights and a mask of 4
+bytes per entry. Another row of our table stores only existing connections. Each round measures all
+models, and ratios are medians over rounds, because the speed of a shared machine drifts.
 """
 
 import time
@@ -79,7 +79,7 @@ def cost(device: torch.device, *, quick: bool) -> Result:
 def measure(
     models: Sequence[Model], *, device: str, num_rounds: int, num_steps: int
 ) -> pd.DataFrame:
-    """Return one row for each model, with ratios to the first model."""
+    """Return one row for each model, with the ratio of its time to the first model's."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(BATCH, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator).to(device)
     labels = torch.arange(BATCH, device=device) % NUM_CLASSES

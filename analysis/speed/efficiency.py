@@ -1,11 +1,11 @@
 """The efficiency table of Scaling MLPs: parameters, MACs, latency and throughput of four models at
 64 px.
 
-The speed of a shared machine drifts. Therefore one process measures all models in every round, and
-the result is the median over rounds of the ratio within a round. Latency is the time of one image;
-throughput is measured with a batch. Images are on the device, so data loading is excluded. On CUDA,
-a second throughput includes the transfer. Each batch (uint8 pixels in pinned memory) is copied to
-the device and converted before its forward pass, without overlap.
+One process measures all models in every round, because the speed of a shared machine drifts. Ratios
+are computed within a round. Latency is the time of one image; throughput is measured with a batch.
+Images are on the device, so data loading is excluded. On CUDA, a second throughput includes the
+transfer. Each batch (uint8 pixels in pinned memory) is copied to the device and converted before
+its forward pass, without overlap.
 """
 
 import math
@@ -166,7 +166,8 @@ def summarize(timings: pd.DataFrame) -> pd.DataFrame:
 
 
 def machine(device: str) -> str:
-    """Return the processor, its load before the measurement, and the versions of the code."""
+    """Return the GPU, or the processor and its present load, and the versions of torch and of the
+    code."""
     if device == "cuda":
         where = torch.cuda.get_device_name()
     else:
@@ -176,7 +177,7 @@ def machine(device: str) -> str:
 
 
 def draw(rows: pd.DataFrame, conditions: Conditions) -> Figure:
-    """Draw images per second against MACs. On the dashed line, MACs per second equal the first
+    """Draw images per second against MACs. On a dashed line, MACs per second equal the first
     model's."""
     macs = rows.multiply_adds / 1e9
     with looks():

@@ -27,8 +27,8 @@ def losses_of(
 def _over_epochs(
     results: pd.DataFrame, columns: Mapping[str, str], hue: Sequence[str], facet: Sequence[str]
 ) -> pd.DataFrame:
-    """Return the values of each curve's column. Seeds are interpolated at the epochs of the first
-    seed of their line, in the range that all seeds cover."""
+    """Return the values of each curve in `columns` (curve -> column). Seeds are interpolated at the
+    epochs of the first seed of their line, in the range that all seeds cover."""
     known = results[results[[*columns.values()]].notna().any(axis=1)]
     if known.empty:
         fix = "train with tracking.enabled=true, which writes the event log"

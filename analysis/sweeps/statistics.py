@@ -15,7 +15,7 @@ Facts = dict[str, Any]
 
 def kendall(x: Sequence[float], y: Sequence[float]) -> Facts:
     """Return tau-b (-1 if y always falls as x grows) and the exact one-sided p-value for falling y;
-    {} if all y are equal. All x must differ. For p, equal y count as rising."""
+    {} if all y are equal. All x must differ. For p, equal y are treated as rising."""
     if len(set(y)) < 2:
         return {}
     rank = np.empty(len(x))

@@ -1,8 +1,8 @@
 """Errors of many runs against a variable.
 
-A place is a combination of panel (facet), line (hue) and x. It has one result for each seed. If the
-results differ in other variables, the command fails, because the mean has no meaning. Shapes that
-only swap tokens and channels have the same width and are averaged first.
+Results with the same panel (facet), line (hue) and x form a place, with one result for each seed.
+If results at a place differ in other variables, the command fails, because their mean has no
+meaning. Shapes that only swap tokens and channels have the same width and are averaged first.
 """
 
 import json

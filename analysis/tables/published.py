@@ -1,10 +1,8 @@
 """The numbers in the papers' tables, and the runs that belong to each row.
 
-The Mixer paper is "Understanding MLP-Mixer as a Wide and Sparse MLP" (Hayase and Karakida, ICML
-2024). MLP is the standard MLP of Scaling MLPs (Bachmann et al., NeurIPS 2023), MLP-Inv has inverted
-bottlenecks. DA is data augmentation (random flips, crops and MixUp), TTA test-time augmentation.
-Numbers are top-1 in percent (100 minus the errors of the Mixer paper). Only numbers printed in a
-paper are listed.
+MLP is the standard MLP of Scaling MLPs, and MLP-Inv has inverted bottlenecks. DA is data
+augmentation (random flips, crops and MixUp). TTA is test-time augmentation. Numbers are top-1 in
+percent (100 minus the errors of the Mixer paper). Only numbers printed in a paper are listed.
 """
 
 from typing import Literal, NamedTuple
@@ -33,7 +31,7 @@ Method = Literal["scratch", "tune", "probe", "tta", "knn"]
 class Row(NamedTuple):
     name: str
     top1: tuple[float, ...] = ()
-    """Accuracies in the first columns of the table."""
+    """Accuracies in percent, for the first columns of the table."""
     method: Method | None = None
     """Training method; None if the paper cites the numbers."""
     model: AnySpec | None = None
@@ -44,7 +42,7 @@ class Row(NamedTuple):
     public_epochs: int | None = None
     """Epochs of the published weights; None for 400 epochs of pretraining."""
     stds: tuple[float, ...] = ()
-    """Standard deviations in the first columns of the table."""
+    """Standard deviations in percentage points, for the first columns."""
 
 
 class Table(NamedTuple):
@@ -63,7 +61,7 @@ ALL = ("cifar10", "cifar100", "stl10", "tinyimagenet", *IMAGENET)
 STANDARD, SMALL, LARGE = (
     spec_of(name) for name in ("mlp_l6_wi1024", "mlp_b6_wi1024", "mlp_b12_wi1024")
 )
-"""The standard MLP of Table 1 has depth 6 and width 1024."""
+"""Standard MLP of Table 1 (depth 6, width 1024), B-6/Wi-1024 and B-12/Wi-1024."""
 B6, B12, PUBLIC = SMALL.label, LARGE.label, "public checkpoints"
 W, W_C3 = spec_of("mixer_b_w"), spec_of("mixer_b_w_c3")
 

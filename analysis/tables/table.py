@@ -1,9 +1,9 @@
 """The cells of the papers' tables, filled from the results table.
 
-Only finished runs count. Repetitions are runs of one recipe that differ only in seeds and folds. A
-cell uses runs of the table's plan if there are any, because other plans train the same models with
-other batches or data. A cell shows the newest recipe: mean and sample SD over the newest run of
-each repetition. It also shows the number of other runs. No run is selected by its accuracy.
+Only finished runs are used. Repetitions are runs of one recipe that differ only in seeds and folds.
+A cell uses runs of the table's plan if there are any, because other plans train the same models
+with other batches or data. A cell shows the newest recipe: mean and sample SD over the newest run
+of each repetition. It also shows the number of other runs. No run is selected by its accuracy.
 """
 
 import re
@@ -29,7 +29,8 @@ OURS = "Ours"
 
 
 def cells_of(tables: Sequence[Table], results: pd.DataFrame) -> pd.DataFrame:
-    """Return one row for each cell of the papers' tables, and of our table for all other runs.
+    """Return one row for each cell of the papers' tables, and of our table, which has all other
+    runs.
 
     Columns: table, source, decimals, row, column, is_cited, paper, paper_std, mean, std,
     num_repetitions, num_left_out, gap (accuracies in percent).

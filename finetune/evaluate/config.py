@@ -1,7 +1,7 @@
 """Settings of `finetune evaluate`, and the evaluation that they describe.
 
-The identity of an evaluation is a hash of all facts that its predictions depend on. It excludes
-batch size, ranks and paths. The name of the default run_dir contains the identity.
+The identity of an evaluation is a hash of all facts that its predictions depend on. Batch size,
+ranks and paths are excluded. The name of the default run_dir contains the identity.
 RUN_DIR/evaluation.json records the facts before the first prediction.
 """
 
@@ -133,8 +133,8 @@ class Evaluation:
         verify: bool = True,
         checkpoint: Checkpoint | None = None,
     ) -> "Evaluation":
-        """Complete the settings. `verify`: check the hash of the weights, unless `checkpoint` is
-        given."""
+        """Return the evaluation with completed settings. `verify`: check the hash of the weights,
+        unless `checkpoint` is given."""
         manifest = load_manifest(settings.data.directory)
         check_split(manifest, settings.data.split, directory=settings.data.dataset)
         checkpoint = checkpoint or Checkpoint.open(settings.pretrained, verify=verify)
@@ -241,10 +241,10 @@ class Evaluation:
 
 
 def is_evaluated(settings: EvaluateSettings) -> bool:
-    """True if `run_dir` holds the finished result of this evaluation. Fail if the weights have
+    """True if `run_dir` has the finished result of this evaluation. Fail if the weights have
     changed.
 
-    If weights or images no longer exist, evaluation.json is sufficient.
+    If weights or images no longer exist, true if evaluation.json exists.
     """
     assert settings.run_dir is not None
     run_dir = Path(settings.run_dir)

@@ -140,7 +140,8 @@ def moments_up_to(num_views: int) -> tuple[int, ...]:
 
 
 class _Mean:
-    """Mean softmax over the views of one batch, and the predictions after each of `moments`."""
+    """Mean softmax over the views of one batch, and the predictions after each number of views in
+    `moments`."""
 
     def __init__(self, labels_B: Tensor, moments: tuple[int, ...]):
         self._labels_B1, self._moments, self.num_views = labels_B.unsqueeze(1), moments, 0

@@ -39,8 +39,7 @@ class Answers:
     """The most probable class after each number of views in `moments`."""
     losses_NM: Floats
     moments: tuple[int, ...] = ()
-    """Numbers of views after which the prediction of the running mean is recorded, such as (1, 2,
-    5)."""
+    """Numbers of views after which the prediction of the running mean is recorded."""
 
     @classmethod
     def of_ranks(cls, shares: Sequence["Answers"], *, num_samples: int, num_bad: int) -> "Answers":
@@ -69,7 +68,7 @@ COLUMNS = tuple(field.name for field in fields(Answers) if field.name != "moment
 
 
 def scores_of(answers: Answers) -> dict[str, float]:
-    """Return the scores as {name in result.json: value}."""
+    """Return the scores as {name in result.json without `eval/`: value}."""
     bins = calibration(answers.probabilities_NA[:, 0], answers.is_right)
     # squared distance between probabilities and truth, summed over classes: between 0 and 2
     brier = answers.squares_N - 2 * np.exp(-answers.losses_N) + 1

@@ -84,7 +84,8 @@ def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
 def _write_weights(
     directory: Path, source: Path, model: ImageModel, facts: Facts
 ) -> dict[str, Agreement]:
-    """Write config.json and model.safetensors."""
+    """Write config.json and model.safetensors. Return the differences from timm's model, if timm
+    has it."""
     card = facts.card
     if timms_own(card) is None or not isinstance(card.model, MixerSpec):
         write_json(directory / CONFIG, config_of(card))

@@ -103,7 +103,8 @@ def trial_inputs(card: ModelCard, *, with_preprocessing: bool) -> list[Tensor]:
 def agreement(
     expected: list[Tensor], answers: Callable[[Tensor], Tensor], inputs: list[Tensor], *, graph: str
 ) -> Agreement:
-    """Compare the logits of a graph with the model's. Fail if the difference exceeds TOLERANCE."""
+    """Return the differences between the logits of a graph and of the model. Fail if they exceed
+    TOLERANCE."""
     max_abs = max_rel = 0.0
     for x, wanted_BK in zip(inputs, expected, strict=True):
         found_BK, largest = answers(x), float(wanted_BK.abs().max())

@@ -67,7 +67,7 @@ def readme(facts: Facts) -> str:
 
 
 def front_matter(facts: Facts) -> ModelCardData:
-    """Return the hub's metadata, with the results of the exported weights only."""
+    """Return the hub's metadata, with results of only the exported weights."""
     card = facts.card
     own = {each[1:5]: each for each in facts.results if each.is_of_these_weights}  # each once
     results = [

@@ -1,4 +1,4 @@
-"""`finetune predict` on the command line. It counts the images before it imports torch."""
+"""`finetune predict` on the command line."""
 
 import argparse
 import sys
@@ -20,7 +20,7 @@ from pretrain.ranks.world import rank_of, read_alone
 
 TOP = 5
 Input = Part | Sequence[Path]
-"""A split of a dataset, or consecutive image files, folders and tars."""
+"""A split of a dataset, or consecutive paths of image files, folders and tars."""
 
 
 def add_verbs(verbs: Verbs) -> None:

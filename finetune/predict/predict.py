@@ -87,8 +87,8 @@ class Predictor:
         )
 
     def batch(self, pictures: Iterable[Image.Image]) -> Batch:
-        """Return a batch of PIL images. (`finetune predict` may decode a JPEG at a smaller
-        size.)"""
+        """Return a batch of PIL images. Pixels can differ from `finetune predict`, which may decode
+        a JPEG at a smaller size."""
         squares = [square(each, self.squares) for each in pictures]
         ids = np.arange(len(squares))
         labels = torch.zeros(len(ids), dtype=torch.long)
@@ -195,7 +195,7 @@ def _schema(top: int, *, features: bool) -> pa.Schema:
 
 
 def accuracy_of(pairs: Counter[tuple[str, str | None]], classes: Sequence[str]) -> list[str]:
-    """Return a line with the accuracy on labeled images, or no line for fewer than two images.
+    """Return a line with the accuracy on labeled images, or no line if there are fewer than two.
 
     `pairs`: counts of (label, prediction). The prediction is None if an image does not decode.
     """

@@ -1,5 +1,4 @@
-"""Directories, sizes and free space of the features that probe and k-NN keep on disk. No torch is
-imported.
+"""Directories, sizes and free space of the features that probe and k-NN keep on disk.
 
 A directory name contains a hash of all facts that the features depend on. A directory with the
 expected name can therefore be reused.
@@ -94,7 +93,7 @@ class Cache:
 
     @cached_property
     def missing_gb(self) -> float:
-        """Size in GB of the needed features that are not on disk yet."""
+        """Size in GB of the needed features that are not on disk."""
         source, size = self.source, self.source.image_size
         num_features = 3 * size**2
         if source.checkpoint:
@@ -137,7 +136,7 @@ def check_room(
     settings: ProbeSettings | KnnSettings, manifest: Manifest, checkpoint: Checkpoint | None
 ) -> None:
     """Fail if the features must be kept on disk but do not fit. For feature_precision=auto, fail
-    only if neither fp32 nor bf16 features fit."""
+    only if the missing features of neither precision (fp32, bf16) fit."""
     image_size, channel_stats = settings.data.image_size, settings.channel_stats
     fed = Fed.of(checkpoint, manifest, image_size=image_size, channel_stats=channel_stats)
     precision = settings.feature_precision

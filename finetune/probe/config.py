@@ -99,7 +99,7 @@ class FeatureSettings(ShortRunSettings):
         return Path(self.features_dir) if self.features_dir else default
 
     def used(self, manifest: Manifest) -> list[tuple[Part, str]]:
-        """Return each split of the run with its use, "training" or "evaluation"."""
+        """Return the training and the test split with their uses, "training" and "evaluation"."""
         uses = {self.data.train_split: "training", self.data.test_split: "evaluation"}
         return [(Part(self.data.directory, manifest, split), use) for split, use in uses.items()]
 

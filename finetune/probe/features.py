@@ -159,7 +159,7 @@ class FeatureMaker:
     def batch_size(self) -> int:
         """Number of images in a forward pass on each rank.
 
-        The default on a GPU is about 10^12 operations for each pass, which take longer than
+        On a GPU, a pass of the default size needs about 10^12 operations, which take longer than
         launching the next pass.
         """
         checkpoint, given = self.backbone.checkpoint, self.settings.feature_batch_size

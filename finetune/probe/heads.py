@@ -168,7 +168,8 @@ def clip(gradient_EC: Tensor, *, norm: float, num_classes: int) -> None:
 def errors_of(
     logits_BC: Tensor, labels_B: Tensor, *, num_classes: int, smoothing: float = 0.0
 ) -> Tensor:
-    """Return the logits' gradient of the summed cross-entropy: softmax - target."""
+    """Return the gradient of the summed cross-entropy with respect to the logits: softmax -
+    target."""
     logits_BKG = logits_BC.view(len(logits_BC), num_classes, -1)
     if logits_BKG.shape[2] == 1:  # faster for one candidate
         errors_BC = torch.softmax(logits_BC, dim=1)

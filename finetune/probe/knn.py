@@ -3,10 +3,10 @@
 Among equally near training rows, the first rows vote. Predictions therefore do not depend on blocks
 and ranks. Each rank evaluates a range of the test split.
 
-Products are in double precision and rounded to 2^-23, so a pair of rows has the same similarity in
-any block. A key combines similarity and row number in one integer, so that one `topk` finds the
-nearest rows. Shapes: Q test rows, T training rows, q and t of them in a block, D features, M
-neighbors, K classes.
+Products are in double precision and rounded to multiples of 2^-23, so a pair of rows has the same
+similarity in any block. A key combines similarity and row number in one integer, so that one `topk`
+finds the nearest rows. Shapes: Q test rows, T training rows, q and t of them in a block, D
+features, M neighbors, K classes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -37,7 +37,7 @@ _GRID * _MOST_ROWS - row. Keys are below 2^53, so doubles represent them exactly
 BLOCK_BYTES = 256_000_000
 """Memory for blocks of features and similarities."""
 _MOST_TRAINING = 2048
-"""Largest number of training rows in a block. Larger blocks are not faster."""
+"""Largest number of training rows in a block."""
 
 
 def knn(

@@ -3,9 +3,8 @@
 Each head minimizes mean cross-entropy + decay / 2 |W|^2 (biases do not decay) with its own history.
 A pass over the features evaluates one trial point of each head. A head accepts its trial and
 chooses a new direction if the loss satisfies Armijo's condition. Otherwise the head tries a shorter
-step in the next pass. (`torch.optim.LBFGS` takes six times as long for four decays.) Points and
-gradients are in double precision. Products with the features are in single precision. Shapes: see
-heads.py.
+step in the next pass. Points and gradients are in double precision. Products with the features are
+in single precision. Shapes: see heads.py.
 """
 
 from collections import deque
@@ -30,7 +29,7 @@ PASS_NUMBERS = 16_000_000
 
 
 class Minimizer:
-    """The L-BFGS iteration of one head. `trial` is the point to evaluate next."""
+    """L-BFGS iteration of one head. `trial` is the point to evaluate next."""
 
     def __init__(self, start: Tensor, *, tolerance: float):
         self.tolerance = tolerance

@@ -144,7 +144,8 @@ def folded(head_EK: Tensor, standard: Standard) -> tuple[Tensor, Tensor]:
 
 
 def held_out(num_samples: int, settings: ProbeSettings) -> tuple[Tensor | None, Tensor | None]:
-    """Return the kept and the held-out samples of the training split. None means all samples."""
+    """Return the numbers of the kept and the held-out training samples. Both are None if
+    holdout_split is set: all samples of both splits are used."""
     if settings.holdout_split is not None:
         return None, None
     key = int(hash64(_HOLDOUT, settings.seed))
@@ -242,7 +243,7 @@ def heads_of(
     num_classes: int,
     num_epochs: int | None = None,
 ) -> list[Head]:
-    """Train the candidates together. `num_epochs`: see `train_heads`."""
+    """Return the heads of the candidates, trained together. `num_epochs`: see `train_heads`."""
     if settings.optimizer != "lbfgs":
         heads_GEK = train_heads(
             rows, candidates, settings=settings, num_classes=num_classes, num_epochs=num_epochs
@@ -276,8 +277,8 @@ def judged_candidates(
 ) -> tuple[list[Judged], dict[Candidate, Head]]:
     """Return all candidates with their scores, and the heads of this rank.
 
-    If rows are shared, all ranks must request the same rows. A rank without candidates therefore
-    trains the first candidate.
+    If `are_shared`, all ranks must request the same rows at the same time. A rank without
+    candidates then trains the first candidate.
     """
     candidates, group = candidates_of(settings), PatientGroup()
     own = shares(candidates, world.num_ranks)[world.rank]
@@ -351,7 +352,8 @@ def edges(best: Judged, judged: list[Judged]) -> list[str]:
 
 
 def print_grid(judged: list[Judged], best: Judged, console: Console) -> None:
-    """Print a table (weight decay x learning rate) for each number of epochs."""
+    """Print held-out accuracies for each number of epochs, as a table (weight decay x learning
+    rate)."""
     for epochs in sorted({each.candidate.epochs for each in judged}):
         layer = {each.candidate[:2]: each for each in judged if each.candidate.epochs == epochs}
         lrs, decays = (sorted({place[axis] for place in layer}) for axis in (0, 1))

@@ -57,7 +57,7 @@ class Standard(NamedTuple):
 
 
 def filled_width(num_features: int) -> int:
-    """Return E (see the module)."""
+    """Return E: number of features, plus bias and padding."""
     return -(-(num_features + 1) // 8) * 8
 
 

@@ -2,8 +2,7 @@
 
 Streamed features are computed for each request of rows, and are not kept. All ranks request the
 same rows at the same time. Each rank decodes and augments its fraction of the images, computes
-their features, and receives the features of the other ranks. Every rank therefore gets complete
-batches.
+their features, and receives the features of the other ranks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,7 +63,7 @@ class StreamedRows(Rows):
 
     @torch.no_grad()
     def _blocks(self, view: int, ids: Ids) -> Iterator[Tensor]:
-        """Yield features of the samples, in blocks of one forward pass on each rank."""
+        """Yield the samples' features in blocks. A block takes one forward pass on each rank."""
         maker, world = self._maker, self._maker.world
         cuts = [*range(0, len(ids), maker.batch_size * world.num_ranks), len(ids)]
         requests = (
@@ -98,8 +97,8 @@ class StreamedRows(Rows):
 
 
 def _share_of(first: int, end: int, *, rank: int, num_ranks: int) -> Ids:
-    """Return this rank's rows. All ranks get equally many rows, so the last ranks repeat the last
-    row."""
+    """Return this rank's part of the rows from `first` to `end` - 1. All parts have equal length,
+    so the last ranks may repeat the last row."""
     size = -(-(end - first) // num_ranks)
     return np.minimum(np.arange(first + rank * size, first + (rank + 1) * size), end - 1)
 

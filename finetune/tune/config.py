@@ -164,7 +164,8 @@ def is_finished(settings: TuneSettings) -> bool:
 
 
 def summary(repeats: list[TuneSettings]) -> dict[str, Any]:
-    """Return all results, and the mean and sample standard deviation (NAME_std) of each score."""
+    """Return all results, and the mean and sample standard deviation (NAME_std) of each score in
+    SPREAD."""
     places = [Path(each.run_dir) for each in repeats]
     results = {place.name: finished_result(place) or {} for place in places}
     found: dict[str, Any] = {"runs": results, "num_runs": len(results)}

@@ -1,7 +1,7 @@
 """`finetune import`: convert a file of other weights to a checkpoint folder.
 
-Names and shapes (foreign.py) show neither normalization nor class names nor activation. These come
-from the first source that has them: command line, config next to the file, word in the file's name,
+Names and shapes (foreign.py) show neither normalization nor class names nor activation. The first
+source that has a fact is used: command line, config next to the file, word in the file's name,
 default of the family.
 """
 
