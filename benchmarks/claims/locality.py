@@ -47,7 +47,7 @@ def lines_of(
             "Width by itself does not explain the Mixer's error.": outcomes["2"] == {"yes"},
             "Locality does not explain the Mixer's error.": outcomes["2"] == {"equal"},
             "Permuted pixels help the Mixer.": outcomes["2"] == {"reversed"},
-            "Not tested for the Mixer.": outcomes["2"] == {"not tested"},
+            "The Mixer is not tested.": outcomes["2"] == {"not tested"},
             "Width helps without locality.": outcomes["5"] == {"yes"},
             "Width does not help without locality.": outcomes["5"] == {"equal"},
         }

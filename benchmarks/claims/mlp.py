@@ -54,10 +54,10 @@ def mlp(results: pd.DataFrame) -> list[str]:
     conclusion = conclude(
         {
             "The inverted bottleneck is better at equal compute.": outcomes["1"] == {"yes"},
-            "Table 1's difference can be a difference of compute.": outcomes["3"] == {"yes"}
+            "Unequal compute can explain Table 1's difference.": outcomes["3"] == {"yes"}
             and outcomes["1"] != {"yes"},
             "Augmentation helps at this size.": outcomes["4"] == {"yes"},
-            "The inverted bottleneck gains more from augmentation.": outcomes["5"] == {"yes"},
+            "Augmentation helps bottlenecks more than standard MLPs.": outcomes["5"] == {"yes"},
             "Larger batches are better at equal epochs.": all(sixth.values()),
             "Learning-rate decay removes the benefit of large batches.": is_constant_only,
         }
