@@ -18,6 +18,7 @@ from claims.decisions import TABLES
 from claims.depth import depth
 from claims.locality import locality
 from claims.mlp import mlp
+from claims.scaling import scaling
 from claims.sparse import cka_pairs, sparse
 from claims.transfer import transfer
 from claims.width import width
@@ -25,7 +26,9 @@ from fashion import fit
 
 from analysis.cli import main as analysis
 
-CLAIMS = {one.__name__: one for one in (width, locality, mlp, depth, sparse, transfer, clip_art)}
+CLAIMS = {
+    one.__name__: one for one in (width, locality, mlp, depth, sparse, scaling, transfer, clip_art)
+}
 PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0)
 """Values of scikit-learn's C for logistic regression."""
 

@@ -30,7 +30,6 @@ class Row:
     is_met: Callable[[float], bool] | None = None
 
     def cells(self, found: dict[str, Any]) -> tuple[str, str]:
-        """Return the cells (value, verdict) of the row."""
         missing = [name for name in self.parts if name not in found["figures"]]
         if failed := [name for name in missing if name in found["failed"]]:
             return f"failed: {', '.join(failed)}", ""

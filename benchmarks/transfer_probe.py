@@ -216,7 +216,6 @@ def against_the_public_way(bench: Bench, *, rounds: int) -> float:
 
 
 def features_against_forward(bench: Bench, *, rounds: int) -> None:
-    """Run comparison (c)."""
     size, count = bench.maker.backbone.image_size, bench.maker.batch_size
     images, num = torch.randn(count, 3, size, size, device=DEVICE), len(bench.features().labels_N)
     times = max(1, num // count)
@@ -245,7 +244,6 @@ def features_against_forward(bench: Bench, *, rounds: int) -> None:
 
 
 def grid_against_one(bench: Bench, features_s: float, *, rounds: int) -> None:
-    """Run comparison (b)."""
     table, grid, rows = bench.features(), candidates_of(bench.settings), []
     assert len(grid) == 25
 

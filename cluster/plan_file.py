@@ -246,7 +246,6 @@ class Plan:
 
     @property
     def drawn(self) -> str:
-        """Output folder of the figure."""
         return f"runs/plans/{self.name}"
 
     @property
@@ -256,7 +255,6 @@ class Plan:
 
     @property
     def files(self) -> list[str]:
-        """Config files of all members."""
         return sorted({work.config for stage in self.stages for work in stage.works})
 
     def after(self, stage: Stage) -> list[Stage]:

@@ -135,7 +135,6 @@ class Work:
 
     @property
     def words(self) -> list[str]:
-        """Arguments of `python -m`."""
         return [*COMMANDS[self.kind].words, self.config, *self.overrides]
 
     @property

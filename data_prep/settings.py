@@ -12,6 +12,7 @@ YAML is read as YAML 1.2 in the cases in which PyYAML's 1.1 surprises: `1e-3` an
 numbers, `off` and `1:30` are words.
 """
 
+import copy
 import difflib
 import json
 import os
@@ -111,12 +112,12 @@ def validate(schema: type[S], tree: dict[str, Any]) -> S:
 
 
 def _without(removed: Mapping[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+    tree = copy.deepcopy(tree)
     for key, value in removed.items():
-        section, _, rest = key.partition(".")
-        if rest and isinstance(own := tree.get(section), dict):
-            tree = tree | {section: _without({rest: value}, own)}
-        elif key in tree and tree[key] == value:
-            tree = {name: tree[name] for name in tree if name != key}
+        section, _, name = key.rpartition(".")
+        own = tree.get(section) if section else tree
+        if isinstance(own, dict) and own.get(name) == value:
+            del own[name]
     return tree
 
 

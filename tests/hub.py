@@ -112,8 +112,8 @@ class _Handler(BaseHTTPRequestHandler):
             body = body[: self.hub.cut_after]
         self.wfile.write(body)
 
-    def _json(self, tree: Any) -> None:
-        self._send(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
+    def _json(self, tree: Any, status: int = 200) -> None:
+        self._send(status, json.dumps(tree).encode(), {"Content-Type": "application/json"})
 
     def _is_known(self) -> bool:
         given = self.headers.get("Authorization")
@@ -178,10 +178,9 @@ class _Handler(BaseHTTPRequestHandler):
         given = json.loads(self.body)
         name = "/".join(filter(None, (given["organization"], given["name"])))
         is_private = given.get("visibility") == "private" or given.get("private") is True
-        if name in self.hub.repositories:
-            raise RefusedError(409)
-        self.hub.repositories[name] = Repository(private=is_private)
-        self._json({"url": f"{self.hub.url}/{name}", "name": name})
+        status = 409 if name in self.hub.repositories else 200
+        self.hub.repositories.setdefault(name, Repository(private=is_private))
+        self._json({"url": f"{self.hub.url}/{name}", "name": name}, status)
 
     def branch(self, name: str, branch: str) -> None:
         branches = self._repository(name).branches

@@ -66,7 +66,6 @@ def diagonal(rows: int, columns: int) -> list[tuple[int, int]]:
 
 
 def diagonal_of(matrices: Tensor) -> Tensor:
-    """Return the mean over `diagonal` of each matrix."""
     rows, columns = zip(*diagonal(*matrices.shape[-2:]), strict=True)
     return matrices[..., list(rows), list(columns)].mean(-1)
 

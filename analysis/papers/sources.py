@@ -93,7 +93,6 @@ class Origin:
 
     @property
     def values(self) -> list[Any]:
-        """Distinct values, in the order of the members."""
         found = []
         for member in self.members:
             values = [member[name] for name in self.names]

@@ -119,7 +119,6 @@ class Fit:
 
     @cached_property
     def parameters(self) -> dict[str, Array]:
-        """Values by name, in the units of the points."""
         found = dict(
             zip(
                 [*self.law.linear, *self.law.shape],

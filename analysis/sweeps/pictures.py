@@ -69,6 +69,9 @@ def _set_x_ticks(axes: Axes, values: list[Any], *, is_number: bool) -> None:
         if values[0] > 0 and values[-1] >= 10 * values[0]:
             axes.set_xscale("log", base=2 if (np.log2(values) % 1 == 0).all() else 10)
             axes.xaxis.set_major_formatter("{x:,g}")
+            axes.minorticks_off()  # their labels would overlap
+            if len(values) < 8:
+                axes.set_xticks(values)
         return
     names = [legible(short(str(value), length=24)) for value in values]
     is_long = max(map(len, names)) * len(names) > 24

@@ -26,14 +26,10 @@ def widths(omegas: Mapping[str, float], gamma: float, channels: Iterable[int] = 
             fix = f"give {gamma * (LEAST + 1) ** 3:g} or more"
             raise UserError("--omega", problem, fix, code="bad-value")
         narrow = np.unique(np.geomspace(LEAST, side, 60).round()).astype(int).tolist()
-        try:
-            shapes, chosen = (
-                [(each, tokens_for(omega, num_channels=each, gamma=gamma)) for each in numbers]
-                for numbers in (narrow, [side, *channels])
-            )
-        except UserError as error:
-            error.field = "--channels"
-            raise
+        shapes, chosen = (
+            [(each, tokens_for(omega, num_channels=each, gamma=gamma)) for each in numbers]
+            for numbers in (narrow, [side, *channels])
+        )
         mirrored = [shape[::-1] for shape in shapes]  # the mirrored shape has the same Omega
         for found, kept in ((sorted({*shapes, *mirrored}), frames), (chosen, printed)):
             rows = pd.DataFrame(found, columns=["channels", "tokens"])

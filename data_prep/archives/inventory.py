@@ -77,8 +77,6 @@ class Entries:
 
 
 class Entry(NamedTuple):
-    """One input of a build."""
-
     container: Container
     name: str
     offset: int

@@ -46,7 +46,6 @@ LIBRARIES = ("torch", "timm", "safetensors", "onnx", "onnxscript", "onnxruntime"
 
 
 def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
-    """Write the export, and return the lines to print."""
     out, card = Path(settings.out), source.card
     model, run = load_model(source).eval(), run_of(source.directory)
     place = (run.directory if run else source.home).parent

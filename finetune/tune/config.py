@@ -87,7 +87,6 @@ class TuneSettings(TrainingSettings):
         return self
 
     def as_training(self, card: ModelCard) -> PretrainSettings:
-        """Return the settings for the training loop of `pretrain`."""
         order = card.model_dump(include={*PixelOrder.model_fields})
         trained = {"image_size": card.image_size, **order}
         for name, value in trained.items():
@@ -156,7 +155,6 @@ def unfinished_of(repeats: list[TuneSettings]) -> list[Path]:
 
 
 def is_finished(settings: TuneSettings) -> bool:
-    """True if all repetitions have finished."""
     result, repeats = finished_result(Path(settings.run_dir), settings), repeats_of(settings)
     if result is None or repeats == [settings]:
         return result is not None

@@ -112,7 +112,6 @@ def is_checkpoint_name(name: str) -> bool:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the published checkpoints, oldest first."""
     return sorted(
         (path for path in checkpoints_dir(run_dir).glob("step-*") if is_checkpoint_name(path.name)),
         key=step_of,

@@ -269,8 +269,8 @@ def _unusable(path: Path, fault: str, fix: str = "") -> UserError:
     return UserError(
         str(path),
         f"MLflow cannot use this database ({fault})",
-        f"{fix}to replace it, run mkdir {old} && mv {path}* {old}; then `pretrain sync RUN` for every"
-        f" run of {path.parent} fills a new database from the event logs",
+        f"{fix}to replace it, run mkdir {old} && mv {path}* {old}; then `pretrain sync RUN` for"
+        f" every run of {path.parent} fills a new database from the event logs",
         code="damaged",
     )
 
