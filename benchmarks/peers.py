@@ -338,8 +338,6 @@ def write_tar(read: Read, job: tuple[str, list[Item]]) -> None:
 
 
 class Tars(Peer):
-    """Shards in the format of img2dataset."""
-
     module = "tarfile"
 
     def __init__(self, read: Callable[[Task, str], np.ndarray]):

@@ -63,7 +63,6 @@ class Bench:
         return self.maker.tables(split, [None])[0]
 
     def compute_features(self) -> Table:
-        """Delete the stored features, and return new ones."""
         shutil.rmtree(self.settings.features_place, ignore_errors=True)
         return self.features()
 
@@ -175,7 +174,7 @@ def done(work: Callable[[], object], units: float = 1.0) -> Callable[[], float]:
 
 
 def against_the_public_way(bench: Bench, *, rounds: int) -> float:
-    """Run comparison (a), and return the seconds for features."""
+    """Return the seconds for features."""
     cell, public, table = Candidate(LR, 0.0, EPOCHS), PublicWay(bench), bench.features()
     per_round = EPOCHS // (rounds + 1)  # with the warm-up, EPOCHS at most
     found = rates(

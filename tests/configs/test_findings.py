@@ -251,6 +251,7 @@ def test_the_conclusion_about_sparse_mlps(
         ({"alpha": 0.2, "beta": 0.5}, {"does not predict", "Parameters", "Repeated"}),
         ({"again": 1e4}, {"does not predict", "Dataset"}),
         ({"largest": 1.2}, {"does not predict", "Dataset", "Repeated"}),
+        ({"floor": 0.2}, {"undecided", "Dataset", "Repeated"}),
         ({"floor": 0.45}, {"Not tested"}),
     ],
 )
@@ -282,7 +283,15 @@ def test_the_conclusion_about_scaling(
                 own |= {"test_epochs": epochs, "test_errors": errors + noise.normal(0, 1e-4, 8)}
                 rows.append(template | own)
     found = scaling.scaling(pd.DataFrame(rows))[-1]
-    words = {"follows", "does not predict", "Dataset", "Parameters", "Repeated", "Not tested"}
+    words = {
+        "follows",
+        "undecided",
+        "does not predict",
+        "Dataset",
+        "Parameters",
+        "Repeated",
+        "Not tested",
+    }
     assert {word for word in words if word in found} == conclusions, found
 
 
