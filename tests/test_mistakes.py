@@ -319,7 +319,6 @@ MISTAKES = [
     ("analysis widths --omega 2^x", "--omega", "bad-value"),
     ("analysis widths --omega 9^999", "--omega", "bad-value"),
     ("analysis widths --channels 3,,4", "--channels", "bad-value"),
-    ("analysis widths --omega 100 --channels 100", "num_channels", "bad-value"),
     ("analysis widths --gamma nan", "--gamma", "bad-value"),
     ("finetune import nowhere.pth --out o", "nowhere.pth", "missing-path"),
     ("finetune import runs/m/checkpoints/step-00000008 --out o", "runs/m/checkpoints/step-00000008", "missing-path"),
