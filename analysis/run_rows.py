@@ -32,6 +32,7 @@ APART = (
     *(key for key in MAY_CHANGE if key != "train.duration"),
     *("run_dir", "pretrained", "data.dataset", "features_dir", "seeds", "folds"),
     *("tracking", "ranks", "peak_teraflops", "num_ranks", "local_batch_size", "feature_batch_size"),
+    *("engine.cuda_graphs", "refit", "chunk_mb"),  # of earlier versions
 )
 """Settings that are not part of a recipe. Instead of paths, a recipe contains the recipe of the
 weights and the hash of the dataset."""

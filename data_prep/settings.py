@@ -46,7 +46,7 @@ class Settings(BaseModel):
     this section's prefix. None: the command does not support the setting, and `explain` omits
     it."""
     removed: ClassVar[Mapping[str, Any]] = {}
-    """Settings of earlier versions that are ignored if they have these values."""
+    """Settings of earlier versions, which are ignored if they have these values."""
 
 
 S = TypeVar("S", bound=Settings)
@@ -102,7 +102,7 @@ def refuse_of_another_verb(schema: type[Settings], keys: Set[str], path: str | P
 
 
 def validate(schema: type[S], tree: dict[str, Any]) -> S:
-    tree = _without(schema.removed, tree)
+    tree = without_removed(schema, tree)
     try:
         # JSON, because pydantic's strict mode then takes lists for tuples and ints for floats, but
         # never "3" for 3. Values that JSON does not have, such as dates, fail as text.
@@ -111,9 +111,9 @@ def validate(schema: type[S], tree: dict[str, Any]) -> S:
         raise _explain(schema, error.errors(include_url=False)) from None
 
 
-def _without(removed: Mapping[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+def without_removed(schema: type[Settings], tree: dict[str, Any]) -> dict[str, Any]:
     tree = copy.deepcopy(tree)
-    for key, value in removed.items():
+    for key, value in schema.removed.items():
         section, _, name = key.rpartition(".")
         own = tree.get(section) if section else tree
         if isinstance(own, dict) and own.get(name) == value:

@@ -144,7 +144,7 @@ def folded(head_EK: Tensor, standard: Standard) -> tuple[Tensor, Tensor]:
 
 
 def held_out(num_samples: int, settings: ProbeSettings) -> tuple[Tensor | None, Tensor | None]:
-    """Return the numbers of the kept and the held-out training samples. Both are None if
+    """Return the indices of the kept and the held-out training samples. Both are None if
     holdout_split is set: all samples of both splits are used."""
     if settings.holdout_split is not None:
         return None, None

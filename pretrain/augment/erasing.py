@@ -1,5 +1,5 @@
-"""Erase random blocks of normalized images, as in timm. K blocks per image, B batch, n erased
-images, O size, C colors.
+"""Erase random blocks of normalized images, as in timm. K: most blocks of an image, B batch, n
+erased images, O size, C colors.
 
 The blocks of an image cover 2 % to a third of its area, and have aspect ratios from 0.3 to 1/0.3. A
 block is filled with 0 (the mean color), one normally distributed color, or normal noise. Noise

@@ -41,6 +41,7 @@ from data_prep.settings import (
     read_yaml,
     validate,
     verbs_of,
+    without_removed,
 )
 from pretrain.checkpoints.hub import is_on_hub
 from pretrain.config import DataSettings, TrainingSettings, parse_length, parse_window
@@ -303,6 +304,7 @@ def is_output(
 def other_settings(begun: dict[str, Any], settings: Settings) -> str:
     """Return a description of the settings that prevent a resume, or "". If a setting is newer than
     the run, its default is assumed."""
+    begun = without_removed(type(settings), begun)
     with suppress(SettingsError):  # the differences name settings that no longer exist
         begun = validate(type(settings), begun).model_dump(mode="json")
     return differences(begun, settings.model_dump(mode="json"), is_free=may_change)

@@ -129,8 +129,8 @@ class ImageModel(nn.Module, ABC):
         prune_norm: bool = False,
         prune_head: bool = True,
     ) -> list[int]:
-        """Remove the blocks after the last block in `indices`. Return `indices` as positive
-        numbers."""
+        """Remove the blocks after the last block in `indices`. Return `indices` counted
+        from 0."""
         taken = taken_blocks(indices, num_blocks=len(self.blocks))
         self.blocks = self.blocks[: max(taken) + 1]
         if prune_norm:
