@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     out = options.out or Path(options.default_out.format(**vars(options)))
     out = out.with_suffix("") if out.suffix == ".parquet" else out
     if out.suffix in (".png", ".svg", ".pdf", ".json", ".md"):
-        problem = f"{out} has an ending, but several files get this name"
+        problem = f"{out} has an extension, but it gets several"
         raise UserError("--out", problem, f"give {out.with_suffix('')}", code="bad-value")
     if not out.parent.is_file():  # otherwise RUNS is a file, and its check has the better message
         check_place(out.absolute().parent, field="--out")

@@ -27,8 +27,8 @@ class FigureSettings(Settings):
 
     kind: Literal["sweep", "curves", "scaling", "cka"]
     """Kind of figure. sweep: errors against x. curves: losses during training. scaling: scaling
-    laws. cka: similarity of features of runs in the plan's first pretraining entry and runs in
-    other entries with the same values on common axes."""
+    laws. cka: similarity of features, for runs of the plan's first pretraining entry and runs
+    of other entries with equal values on common axes."""
     x: str | None = Field(None, examples=["width"])
     """Variable of a sweep's horizontal axis."""
     hue: Names = Field((), examples=["mixing"])

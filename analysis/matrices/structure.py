@@ -91,8 +91,8 @@ def structure(places: list[Path], *, quick: bool, device: torch.device) -> Resul
 def distances(
     runs: dict[str, list[Checkpoint]], *, randoms: int, device: str = "cpu"
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each step, matrix of a block, and form. Step 0 has the initial weights. The
-    distance is nan for more than LARGEST_DENSE entries."""
+    """Yield a row for each step, matrix and form (FORMS). Step 0 has the initial weights. The
+    distance is nan for matrices above LARGEST_DENSE entries."""
     generator = np.random.default_rng(0)
     for run, card, step, matrices, _ in steps_of(runs, title="structure"):
         tokens = None

@@ -67,7 +67,7 @@ def _set_x_ticks(axes: Axes, values: list[Any], *, is_number: bool) -> None:
     if is_number:
         if values[0] > 0 and values[-1] >= 10 * values[0]:
             axes.set_xscale("log")
-            axes.minorticks_off()  # labels would overlap
+            axes.minorticks_off()  # labels overlap
             axes.set_xticks(values[:: 1 + len(values) // 8])
             axes.xaxis.set_major_formatter("{x:,g}")
         return

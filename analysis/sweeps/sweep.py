@@ -84,8 +84,8 @@ def are_numbers(values: "pd.Series[Any]") -> bool:
 
 
 def grouped(results: pd.DataFrame, x: str, hue: Names, facet: Names) -> pd.DataFrame:
-    """Return sorted results with the columns `facet`, `hue` and `x`. Raise UserError if results at
-    a place differ in more than the seed."""
+    """Return sorted results with the columns `facet`, `hue` and `x`. Raise UserError if results
+    with the same values differ in more than the seed."""
     data, axes = with_variables(results)
     for name in filter(None, (x, *hue, *facet)):
         if name not in (*axes, *VARIABLES):

@@ -69,8 +69,8 @@ class BuildSettings(ImageSpec):
     seed: int = Field(0, ge=0)
     """Seed of the shuffled order and of `per_class`."""
     max_reject_fraction: float = Field(0.01, ge=0, le=1)
-    """Largest accepted fraction of rejected inputs. The build fails above it. rejected.jsonl lists
-    the rejected inputs."""
+    """Largest accepted fraction of rejected inputs. Above it, the exit code is 1, although the
+    dataset is complete. rejected.jsonl lists the rejected inputs."""
     num_workers: NumWorkers = 0
     """Number of worker processes; 0 means one per core. The output does not depend on it."""
 

@@ -57,7 +57,7 @@ class Draws:
     def integer(
         self, purpose: Purpose, count: int | NDArray[np.int64], *more: ArrayLike
     ) -> NDArray[np.int64]:
-        """Return integers from 0 to count - 1."""
+        """Return random integers from 0 to count - 1."""
         return np.floor(self.uniform(purpose, *more) * count).astype(np.int64)
 
     def key(self, purpose: Purpose) -> NDArray[np.int64]:

@@ -167,7 +167,7 @@ def checkpoint_at(place: str) -> Path | None:
         return checkpoint
     kept = ", ".join(f"{step_of(each):,}" for each in list_checkpoints(run_dir))
     remote = begun.get("checkpoint", {}).get("remote")
-    copy = f"copy {remote}/checkpoints/{checkpoint.name} if it exists, or " if remote else ""
+    copy = f"copy {remote}/checkpoints/{checkpoint.name} to {checkpoint}, or " if remote else ""
     other = f"choose one of the steps {kept}, or " if kept else ""
     raise SettingsError(
         place,
