@@ -8,7 +8,7 @@ Each rank runs this module.
    TCPStore. An alarm kills a rank that hangs. The judge waits up to 3 x PREFLIGHT_TIMEOUT_S for
    ranks to start.
 3. If there are several ranks and none has a fault, they do two all-reduces with a deadline.
-4. A fault of COMMON_FRACTION of the nodes blames none.
+4. A fault that most nodes share blames none of them.
 5. The judge prints a summary and writes JOB_DIR/preflight.jsonl (one line per rank) and
    JOB_DIR/bad-nodes (NODE<TAB>reason).
 

@@ -40,7 +40,6 @@ def scaling(results: pd.DataFrame) -> list[str]:
     outcomes, decisions = decide_exponents(laws)
     longest = rows[rows.epochs.round() == LONGEST]
     by_size = 100 * longest.pivot_table("error", "parameters", "images")
-    # NaN, a baseline that is not measured yet, is not beaten
     weak = [
         f"{n:,}" for n, error in by_size.iloc[-1].items() if not error < LOGISTIC_ERRORS[int(n)]
     ]

@@ -112,7 +112,7 @@ def rows_of_files(
             found[name] = row
     without = [name for name in by_name if name not in found]
     for names, problem, fix in (
-        (missing, "names files that are not images in", "write complete paths in this folder"),
+        (missing, "names files that are not images in", "write paths relative to this folder"),
         (repeated, "names images twice in", "keep one row of each image"),
         (without, "has no rows for images in", "add the rows, or move the images elsewhere"),
     ):

@@ -131,9 +131,10 @@ def _sizes(found: Shapes, name: str, *axes: str) -> Sequence[int]:
     """Return the shape of tensor `name`. Fail if the tensor does not have these axes."""
     shape = found.get(name)
     if shape is None or len(shape) != len(axes) or not all(shape):
-        given = "x".join(map(str, shape or ())) or "a single number"
-        problem = f"the shape is {given}, but must be {' x '.join(axes)}"
-        problem = "this tensor is missing" if shape is None else problem
+        problem = "this tensor is missing"
+        if shape is not None:
+            given = "x".join(map(str, shape)) or "a single number"
+            problem = f"the shape is {given}, but must be {' x '.join(axes)}"
         raise UserError(name, problem, "give the weights of a supported model", code="mismatch")
     return shape
 
