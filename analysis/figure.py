@@ -1,7 +1,7 @@
 """The `figure:` section of a plan: its settings, and the figure drawn from the results of the
 plan's runs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -76,9 +76,7 @@ def figure(plan: Plan, results: pd.DataFrame | None = None, *, partial: bool = F
     results = results[results.plan == plan.name]
     if settings.task is not None:
         results = results[(results[["task", "stage"]] == settings.task).any(axis=1)]
-    if results.empty:
-        fix = f"run the plan with wide-mlps run {' '.join(plan.words)}"
-        raise SettingsError(plan.path, "no run of the plan is finished", fix, code="empty")
+    _check_finished(plan, results)
     if settings.kind == "scaling":
         from analysis.scaling.study import scaling
 
@@ -95,6 +93,12 @@ def figure(plan: Plan, results: pd.DataFrame | None = None, *, partial: bool = F
     return replace(result, results=results, inputs=(*result.inputs, plan.path))
 
 
+def _check_finished(plan: Plan, found: Sized) -> None:
+    if not len(found):
+        fix = f"run the plan with wide-mlps run {' '.join(plan.words)}"
+        raise SettingsError(plan.path, "no run of the plan is finished", fix, code="empty")
+
+
 def _cka(plan: Plan, *, partial: bool) -> Result:
     stages = [stage for stage in plan.stages if stage.kind == "pretrain"]
     unfinished = [member.work.writes for stage in stages for member in stage.undone()]
@@ -102,9 +106,7 @@ def _cka(plan: Plan, *, partial: bool) -> Result:
         fix = "finish the plan, or give --allow-incomplete"
         raise SettingsError(unfinished[0], "the run is not finished", fix, code="unfinished")
     pairs = [pair for pair in _pairs(plan) if not {*pair} & {*unfinished}]
-    if not pairs:
-        fix = f"run the plan with wide-mlps run {' '.join(plan.words)}"
-        raise SettingsError(plan.path, "no pair of runs is finished", fix, code="empty")
+    _check_finished(plan, pairs)
     from analysis.features.cka import compare_features
     from analysis.features.mixings import Images
 

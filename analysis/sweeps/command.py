@@ -61,10 +61,7 @@ def add_commands(verbs: Verbs) -> None:
         epilog="analysis widths --omega 2^18,2^21 --gamma 1",
     )
     widths.add_argument(
-        "--omega",
-        type=_names,
-        default="2^18,2^21,2^27",
-        help="connections of a layer, comma-separated",
+        "--omega", default="2^18,2^21,2^27", help="connections of a layer, comma-separated"
     )
     widths.add_argument("--gamma", type=float, default=1.0, help="hidden width divided by width")
     widths.add_argument("--channels", help="print the Mixer of each C, e.g. 16,32")
@@ -93,10 +90,8 @@ def _curves(options: argparse.Namespace) -> Result:
 def _widths(options: argparse.Namespace) -> Result:
     if not options.gamma > 0:
         problem = f"{options.gamma:g} is not positive"
-        raise UserError("--gamma", problem, "give 4, for example", code="bad-value")
-    if not options.omega:
-        raise UserError("--omega", "no number is given", "give 2^18", code="missing-value")
-    omegas = {name: parse_power(name) for name in options.omega}
+        raise UserError("--gamma", problem, "give 4", code="bad-value")
+    omegas = {name: parse_power(name) for name in options.omega.split(",")}
     channels = parse_numbers(options.channels, field="--channels") if options.channels else ()
     from analysis.sweeps.widths import widths
 

@@ -43,7 +43,7 @@ def draw_sweep(places: pd.DataFrame, lines: pd.DataFrame, title: str) -> Figure:
             each.set_xlabel(legible(title))
         for each in changes:
             each.axhline(0, color=GRAY, linewidth=0.6)
-            each.set_ylabel("RP - normal (percentage points)")
+            each.set_ylabel("RP - normal (points)")
         for top, facet in zip(tops, facets, strict=True):
             top.set(title=legible(facet), ylabel="test error (%)")
         draw_legend(figure, tops)

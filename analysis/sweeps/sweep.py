@@ -48,14 +48,17 @@ TITLES = {
 
 def with_variables(results: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """Return the results with a column for each variable and axis of the plans, and the names of
-    the axes."""
+    the axes. Targets NAME-seed-N are samples of NAME."""
     labels = pd.DataFrame(map(json.loads, results.labels), index=results.index)
     numbers = labels.apply(pd.to_numeric, errors="coerce").astype(object)
     axes = numbers.where(numbers.notna(), labels)
     permuted, depth = results.permuted_blocks, results.depth
     some = permuted.map("RP in {:.0f} of ".format) + depth.map("{:.0f}".format)
     mixing = some.mask(permuted == depth, "RP").mask(permuted == 0, NORMAL)
+    target = results.target.astype(str).str.replace(r"-seed-\d+$", "", regex=True)
     data = results.assign(
+        target=target,
+        target_hash=results.target_hash.where(results.target == target),
         kind=results.kind.map(KINDS).fillna(results.model),
         mixing=mixing.where(permuted.notna()),
         log_cs=np.log(results.channels.astype(float) / results.tokens.astype(float)),
@@ -108,9 +111,10 @@ def grouped(results: pd.DataFrame, x: str, hue: Names, facet: Names) -> pd.DataF
 
 
 def _check_place(place: pd.DataFrame, x: str, axes: Names) -> None:
-    own = [*SEED, *(("tokens", "channels") if x in WIDTHS else ())]
+    own, free = SEED, set[str]()
+    if x in WIDTHS:
+        own, free = [*SEED, "tokens", "channels"], OF_SHAPES
     is_repeated = place.duplicated(own, keep=False)
-    free = OF_SHAPES if x in WIDTHS else ()
     known = (*VARIABLES, "target_hash")
     names = [name for name in known if name not in free and _differs(place, name)]
     if names or is_repeated.any():
@@ -171,7 +175,6 @@ def places_of(
             errors=("error", list),
             seeds=("seeds", list),
             minus_normal_mean=("minus_normal", "mean"),
-            minus_normal_sd=("minus_normal", "std"),
             minus_normal=("minus_normal", lambda values: values.dropna().tolist()),
         )
         .reset_index()
@@ -211,7 +214,7 @@ def sweep(
     if len(lines.columns) > 2:
         printed.append(lines)
     if len(changes):
-        words = f"{100 * changes.mean():+.2f} percentage points over {len(changes)} pairs"
+        words = f"{100 * changes.mean():+.2f} points over {len(changes)} pairs"
         printed.append(
             f"error, RP - normal: {words} of equal seed; RP is lower in {pairs['lower']}"
         )

@@ -136,7 +136,7 @@ def test_a_sweep_finds_what_was_planted(tmp_path: Path, capsys: Capture) -> None
     assert facts["files"] == ["cs.parquet", "cs.png", "cs.svg"]
     assert set(facts["inputs"]) == {str(results)}
     assert all((tmp_path / name).exists() for name in facts["files"])
-    assert "RP - normal: +0.50 percentage points over 42 pairs" in capsys.readouterr().out
+    assert "RP - normal: +0.50 points over 42 pairs" in capsys.readouterr().out
     places = pd.read_parquet(tmp_path / "cs.parquet")
     assert len(facts["lines"]) == 4 and len(places) == 4 * 7
     for line in facts["lines"]:
