@@ -1,6 +1,5 @@
 """Ranges over seeds of losses and test accuracy during training, and overfit (the last test loss
-minus the smallest one). Overfit uses smoothed curves, because the smallest of noisy losses is
-biased downward."""
+minus the least). Curves are smoothed first, because the smallest of noisy losses is too low."""
 
 from collections.abc import Mapping, Sequence
 
@@ -63,7 +62,7 @@ def overfit_of(losses: "pd.Series[float]") -> float:
     """Return the last value of the running mean minus its minimum."""
     window = max(1, round(SMOOTHED * len(losses)))
     smooth = losses.rolling(window, center=True, min_periods=1).mean()
-    return float(smooth.iloc[-1] - smooth.min())
+    return float(smooth.iloc[-1] - smooth.min()) if len(losses) > 1 else np.nan
 
 
 def curves(

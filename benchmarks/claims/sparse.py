@@ -58,11 +58,9 @@ def falls_with_width(
     rule: str, errors: pd.DataFrame, widths: Mapping[str, int], weak: Set[str]
 ) -> Comparison:
     used = [name for name in widths if name not in weak]
-    is_tested = len(used) > 1
-    values = slopes(
-        errors[used if is_tested else [*widths]],
-        [math.log2(widths[name]) for name in (used if is_tested else widths)],
-    )
+    if not (is_tested := len(used) > 1):
+        used = [*widths]
+    values = slopes(errors[used], [math.log2(widths[name]) for name in used])
     words = f"slope against log2(m), {' '.join(f'`{name}`' for name in widths)}"
     return Comparison(rule, words, values, "below", () if is_tested else (*widths,), equal=0)
 
@@ -103,6 +101,7 @@ def sparse(results: pd.DataFrame, entries: pd.DataFrame | None = None) -> list[s
                 "SW-MLPs have the Mixer's errors.": has_errors and not has_features,
                 "SW-MLPs have the Mixer's features.": has_features and not has_errors,
                 "The claim fails.": "reversed" in own_outcomes,
+                "Not tested.": outcomes[f"3 {kind}"] == {"not tested"},
             }
         )
         conclusions += [f"{kind} Mixer: {conclusion}", ""]

@@ -95,6 +95,7 @@ def test_few_degrees_of_freedom_have_no_interval() -> None:
 def test_noise_is_no_overfit() -> None:
     """The last of 200 noisy values is on average 2.7 deviations above the smallest."""
     rng, epochs = np.random.default_rng(0), np.linspace(0, 1, 200)
+    assert math.isnan(overfit_of(pd.Series([1.0])))
     flat = [overfit_of(pd.Series(1 + rng.normal(0, 0.1, 200))) for _ in range(100)]
     assert np.mean(flat) < 0.06
     rising = 1 + (epochs - 0.5) ** 2
