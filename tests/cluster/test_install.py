@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.check import check_driver, cuda_of_torch, find_driver
+from cluster.check import check_driver, compare_driver, cuda_of_torch, find_driver
 from cluster.submission import read_submission
 from data_prep import __version__
 from tests.ranks import REPOSITORY
@@ -395,7 +395,7 @@ def test_install_warns_of_an_old_driver_before_the_download(checkout: Path) -> N
     ("driver", "cuda", "fix"),
     [
         ("580.65.06", "13.0", ""),
-        ("575.57.08", "13.0", "run make CUDA=cu128"),
+        ("575.57.08", "13.0", "install a newer driver, or run CUDA=cu128 sh install.sh torch"),
         ("525.60.13", "12.8", ""),
         ("470.256.02", "12.6", "install driver 525.60 or newer"),
         ("470.256.02", "13.0", "install driver 525.60 or newer"),
@@ -409,10 +409,21 @@ def test_a_driver_that_is_too_old_has_a_fix(
     version = Path(".venv/lib/python3.11/site-packages/torch/version.py")
     version.parent.mkdir(parents=True)
     version.write_text(f"cuda: Optional[str] = '{cuda}'\n")
+    Path("install.sh").touch()
     (finding,) = check_driver(read_submission([]), {"CUDA_DRIVER": driver})
     assert finding.verdict == ("FAULT" if fix else "ok")
     assert finding.fix.startswith(fix)
     assert not [*check_driver(read_submission([]), {"CUDA_DRIVER": driver, "RANK_PYTHON": "x"})]
+
+
+def test_a_folder_without_install_sh_has_a_fix_with_the_versions_of_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fix = compare_driver("575.57.08", "13.0").fix
+    lock = (REPOSITORY / "requirements.lock").read_text()
+    locked = re.findall(r"^torch(?:vision)?==\S+", lock, re.MULTILINE)
+    assert re.findall(r"(\S+)\+cu128", fix) == locked and "install.sh" not in fix
 
 
 def test_the_driver_is_that_of_site_env_or_of_this_node(
