@@ -190,7 +190,7 @@ clean-demo:
 clean-demos:
 	rm -rf $(PLANS:configs/plan/%.yaml=runs/plans/%_demo) data/demos data/demos-second data/demos-third data/demos-images data/demos-second-images data/demos-third-images
 
-# make CUDA=cu126 (any value of `uv pip install --torch-backend`) installs that build of torch, once; see install.sh.
+# `make TARGET CUDA=cu126` first installs that build of torch. `CUDA=cu126 sh install.sh torch` only installs it (see install.sh).
 ifeq ($(origin CUDA),command line)
 ifneq ($(CUDA),$(shell cat .venv/cuda 2>/dev/null))
 .PHONY: .venv/.installed .venv/.dev

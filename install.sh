@@ -208,7 +208,8 @@ install_all() {
     install_torch
     has_simd || install_pillow
     $VENV/bin/python -c 'import PIL.Image'
-    $VENV/bin/uv pip install --quiet --python $VENV --no-deps --no-build-isolation --editable .
+    # cluster/image.sh installs the packages before the image has the code
+    [ ! -d data_prep ] || $VENV/bin/uv pip install --quiet --python $VENV --no-deps --no-build-isolation --editable .
     touch $VENV/.installed
     say "done: $($VENV/bin/python -c 'import PIL; print("PIL", PIL.__version__)')"
 }

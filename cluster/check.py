@@ -21,8 +21,12 @@ LOCAL_LOCKS = ("localflock", "nolock", "local_lock=all", "local_lock=flock")
 """Mount options of Lustre and NFS that make a lock visible only on its own node."""
 OLDEST_DRIVER = {11: "450.80", 12: "525.60", 13: "580.65"}
 """Major version of CUDA -> oldest NVIDIA driver that runs all of its minor versions."""
-BUILD = "cu128"
-"""Suffix of the torch build for drivers of CUDA 12. The current torch has no build for CUDA 11."""
+BUILD = "CUDA=cu128 sh install.sh torch"
+"""Install torch for drivers of CUDA 12. The current torch has no build for CUDA 11."""
+BUILD_WITHOUT_CHECKOUT = (
+    ".venv/bin/pip install torch==2.11.0+cu128 torchvision==0.26.0+cu128"
+    " --extra-index-url https://download.pytorch.org/whl/cu128"
+)
 
 
 class Finding(NamedTuple):
@@ -103,9 +107,10 @@ def compare_driver(driver: str, cuda: str) -> Finding:
     oldest = OLDEST_DRIVER.get(int(cuda.partition(".")[0]), "0")
     if _parts(driver) >= _parts(oldest):
         return Finding("driver", "ok", f"{driver} runs torch's CUDA {cuda}")
-    fix = f"run make CUDA={BUILD}, or install a newer driver"
+    command = BUILD if Path("install.sh").exists() else BUILD_WITHOUT_CHECKOUT
+    fix = f"install a newer driver, or run {command}"
     if _parts(driver) < _parts(OLDEST_DRIVER[12]):
-        fix = f"install driver {OLDEST_DRIVER[12]} or newer, then run make CUDA={BUILD}"
+        fix = f"install driver {OLDEST_DRIVER[12]} or newer, then run {command}"
     problem = f"driver {driver} is older than {oldest}, which torch's CUDA {cuda} needs"
     return Finding("driver", "FAULT", problem, fix)
 

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Install wide-mlps into an image, for cluster/Containerfile, cluster/apptainer.def and the Pyxis command of docs/cluster.md. Run it as root
-# in a fresh Debian with Python 3.11 or newer, with install.sh, requirements.lock, pyproject.toml and README.md in /opt/wide-mlps.
+# Install the packages of requirements.lock into an image, for cluster/Containerfile, cluster/apptainer.def and the Pyxis command of
+# docs/cluster.md. Run it as root in a fresh Debian with Python 3.11 or newer. It needs install.sh, requirements.lock and pyproject.toml in
+# /opt/wide-mlps, but not the code.
 # CUDA=cu128 installs another build of torch (docs/cluster.md).
 set -eu
 

@@ -513,7 +513,9 @@ class Job:
         options += [f"--dependency=afterany:{label}"]
         options += [f"--array={at.task}"] if at.task is not None else []
         options += [f"--exclude={','.join(bad)}"] if bad else []
-        script = at.snapshot / "cluster" / Path(about["Command"]).name
+        # SLURM does not quote the script's path, and adds the arguments
+        name = re.findall(r"[^/]+?\.slurm(?!\S)", about["Command"])[0]
+        script = at.snapshot / "cluster" / name
         words = ("sbatch", "--parsable", *options, str(script), *self.words)
         said = slurm(*words, tries=PATIENCE, environment=new_job(os.environ))
         number = said.split()[-1].partition(";")[0]

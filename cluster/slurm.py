@@ -71,8 +71,10 @@ def _shield() -> None:
 
 
 def facts(line: str) -> dict[str, str]:
-    """Return {name: value} of a line of `scontrol -o show`. Values of (null) are omitted."""
-    return {name: value for name, value in re.findall(r"([\w/]+)=(\S*)", line) if value != "(null)"}
+    """Return {name: value} of a line of `scontrol -o show`. A value ends at the next name, and may
+    contain spaces. Values of (null) are omitted."""
+    pairs = re.findall(r"([\w/:]+)=(.*?)(?=\s+[\w/:]+=|\s*$)", line)
+    return {name: value for name, value in pairs if value != "(null)"}
 
 
 def count_gpus(gres: str) -> int:
@@ -162,8 +164,8 @@ def shape(about: Mapping[str, str]) -> list[str]:
     names = {"gres": "TresPerNode", "gpus": "TresPerJob", "gpus-per-task": "TresPerTask"}
     for option, name in names.items():
         value = re.sub("gres[:/]", "", about.get(name, ""))
-        if option != "gres":
-            value = value.removeprefix("gpu:")
+        if option != "gres":  # SLURM 23.02 and newer also list CPUs: cpu=4,gpu:a100=2
+            value = ",".join(re.findall("(?:^|,)gpu[:=]([^,]+)", value)).replace("=", ":")
         options += [f"--{option}={value}"] if value else []
     return options
 

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sysconfig
 import threading
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -17,8 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.check import check_driver, cuda_of_torch, find_driver
+from cluster.check import check_driver, compare_driver, cuda_of_torch, find_driver
 from cluster.submission import read_submission
+from data_prep import __version__
 from tests.ranks import REPOSITORY
 
 
@@ -110,8 +112,9 @@ def checkout(tmp_path: Path) -> Path:
 def install(
     root: Path, *words: str, index: str = "", build: str = "", pillow: str = "", **settings: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run install.sh with the index on loopback only."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "UV_"))}
+    """Run install.sh with the index on loopback only, and without the code of this checkout."""
+    other = ("PIP_", "UV_", "PYTHONPATH")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(other)}
     environment = kept | {
         "CUDA": build,
         "PILLOW": pillow,
@@ -133,6 +136,16 @@ def install(
         check=False,
         timeout=120,
     )
+
+
+def stand_in_lock(index: Path) -> dict[str, str]:
+    """Add stand-ins of uv and Pillow to the index. Return {name: line of a lock file}."""
+    real = REPOSITORY / ".venv/bin/uv"
+    pil = {"PIL/__init__.py": "__version__ = '13.0.0'", "PIL/Image.py": ""}
+    wheel(index, "uv", "9.0", more={"uv-9.0.data/scripts/uv": f'#!/bin/sh\nexec {real} "$@"\n'})
+    wheel(index, "pillow", "13.0.0", more=pil)
+    names = {"uv": "9.0", "pillow": "13.0.0", "nvidia-cublas-cu12": "12.6.4"}
+    return {name: locked(index, name, number) for name, number in names.items()}
 
 
 def installed(root: Path) -> set[str]:
@@ -283,10 +296,7 @@ def test_a_wheelhouse_installs_without_an_index(checkout: Path, index: str, tmp_
     """A lock file of a few packages, without the test lock. The project's build is a stand-in,
     because the index has no setuptools."""
     place, wheels = tmp_path / "index", tmp_path / "wheels"
-    real = REPOSITORY / ".venv/bin/uv"
-    pil = {"PIL/__init__.py": "__version__ = '13.0.0'", "PIL/Image.py": ""}
-    wheel(place, "uv", "9.0", more={"uv-9.0.data/scripts/uv": f'#!/bin/sh\nexec {real} "$@"\n'})
-    wheel(place, "pillow", "13.0.0", more=pil)
+    lock = stand_in_lock(place)
     wheel(place, "pytest", "99.0")
     wheel(tmp_path, "project", "1.0")
     built = "project-1.0-py3-none-any.whl"
@@ -298,14 +308,13 @@ def test_a_wheelhouse_installs_without_an_index(checkout: Path, index: str, tmp_
         "[project]\nname = 'project'\nversion = '1.0'\n"
         "[build-system]\nrequires = []\nbuild-backend = 'backend'\nbackend-path = ['.']\n"
     )
-    names = {"uv": "9.0", "pillow": "13.0.0", "nvidia-cublas-cu12": "12.6.4"}
-    lines = [locked(place, name, number) for name, number in names.items()]
-    (checkout / "requirements.lock").write_text("".join(lines))
+    (checkout / "data_prep").mkdir()
+    (checkout / "requirements.lock").write_text("".join(lock.values()))
     (checkout / "requirements-dev.lock").write_text(locked(place, "pytest", "99.0"))
     done = install(checkout, "wheelhouse", "../wheels", index=index)
     assert done.returncode == 0, done.stderr
     assert {path.name.split("-")[0] for path in wheels.iterdir()} == {
-        name.replace("-", "_") for name in names
+        name.replace("-", "_") for name in lock
     }
     assert "pillow-13.0.0" not in installed(checkout)
 
@@ -331,6 +340,43 @@ def test_a_wheelhouse_installs_without_an_index(checkout: Path, index: str, tmp_
 
 
 @pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "copied"),
+    [
+        ("cluster/Containerfile", r"^COPY (.*) /opt/wide-mlps/"),
+        ("cluster/apptainer.def", r"^ +(\S+\.\S+) /opt/wide-mlps/"),
+        ("docs/cluster.md", r"^ +cp (.*) /opt/wide-mlps "),
+    ],
+)
+def test_an_image_installs_packages_before_it_has_the_code(
+    checkout: Path, index: str, tmp_path: Path, recipe: str, copied: str
+) -> None:
+    before, _, after = (REPOSITORY / recipe).read_text().partition("RUN sh ")
+    (packages,) = checkout.glob(".venv/lib/python3*/site-packages")
+    for pattern in ("pip*", "setuptools*", "_distutils_hack"):  # of an image's own Python and lock
+        for path in Path(sysconfig.get_path("purelib")).glob(pattern):
+            (packages / path.name).symlink_to(path)
+    names = " ".join(re.findall(copied, before, re.MULTILINE)).split()
+    assert {"install.sh", "requirements.lock", "cluster/image.sh"} < {*names}
+    for name in names:
+        shutil.copy(REPOSITORY / name, checkout)
+    lock = stand_in_lock(tmp_path / "index")
+    (checkout / "requirements.lock").write_text("".join(lock.values()))
+    done = install(checkout, index=index, pillow="plain")
+    assert done.returncode == 0, done.stderr
+    assert "uv-9.0" in installed(checkout)
+    if after:
+        for name in " ".join(re.findall(copied, after, re.MULTILINE)).split():
+            (checkout / name).symlink_to(REPOSITORY / name)
+        (command,) = re.findall(r"^RUN cd /opt/wide-mlps && (.*--editable \.)", after, re.MULTILINE)
+        (checkout / "install.sh").write_text(command)
+        done = install(checkout)
+        assert done.returncode == 0, done.stderr
+        assert f"wide_mlps-{__version__}" in installed(checkout)
+
+
+@pytest.mark.processes
 def test_install_warns_of_an_old_driver_before_the_download(checkout: Path) -> None:
     for name in ("cluster", "data_prep"):
         (checkout / name).symlink_to(REPOSITORY / name)
@@ -349,7 +395,7 @@ def test_install_warns_of_an_old_driver_before_the_download(checkout: Path) -> N
     ("driver", "cuda", "fix"),
     [
         ("580.65.06", "13.0", ""),
-        ("575.57.08", "13.0", "run make CUDA=cu128"),
+        ("575.57.08", "13.0", "install a newer driver, or run CUDA=cu128 sh install.sh torch"),
         ("525.60.13", "12.8", ""),
         ("470.256.02", "12.6", "install driver 525.60 or newer"),
         ("470.256.02", "13.0", "install driver 525.60 or newer"),
@@ -363,10 +409,21 @@ def test_a_driver_that_is_too_old_has_a_fix(
     version = Path(".venv/lib/python3.11/site-packages/torch/version.py")
     version.parent.mkdir(parents=True)
     version.write_text(f"cuda: Optional[str] = '{cuda}'\n")
+    Path("install.sh").touch()
     (finding,) = check_driver(read_submission([]), {"CUDA_DRIVER": driver})
     assert finding.verdict == ("FAULT" if fix else "ok")
     assert finding.fix.startswith(fix)
     assert not [*check_driver(read_submission([]), {"CUDA_DRIVER": driver, "RANK_PYTHON": "x"})]
+
+
+def test_a_folder_without_install_sh_has_a_fix_with_the_versions_of_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fix = compare_driver("575.57.08", "13.0").fix
+    lock = (REPOSITORY / "requirements.lock").read_text()
+    locked = re.findall(r"^torch(?:vision)?==\S+", lock, re.MULTILINE)
+    assert re.findall(r"(\S+)\+cu128", fix) == locked and "install.sh" not in fix
 
 
 def test_the_driver_is_that_of_site_env_or_of_this_node(

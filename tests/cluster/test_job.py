@@ -21,7 +21,7 @@ import pytest
 from cluster import job as jobs
 from cluster.attempts import give_up_reason, has_trained, read_attempts
 from cluster.job import Allocation, End, Job
-from cluster.slurm import slurm, state_of
+from cluster.slurm import facts, slurm, state_of
 from tests.cluster.checkouts import run, stand_in
 
 # ---- the code that it runs
@@ -269,6 +269,20 @@ def test_the_end_that_slurm_brings_to_a_requeued_start_spares_what_the_start_sti
     assert said == ["requeueing", "the next attempt avoids n2,m[1-2],n9"], done
 
 
+def test_a_successor_has_the_same_script_in_a_folder_with_spaces(job: Job) -> None:
+    stand_in(Path(), "sbatch", 'printf "%s\\n" "$@" >>asked; echo 8')
+    stand_in(Path(), "squeue", "")
+    command = (
+        "Command=/a/my project/cluster/probe.slurm mine.yaml b.slurm lr=2 WorkDir=/a/my project"
+    )
+    about = facts(f"Partition=low AllocNode:Sid=n1:5 NumNodes=1 NodeList= NumTasks=1 {command}")
+    assert (about["NodeList"], about["WorkDir"]) == ("", "/a/my project")
+    job.submit_successor(about, [])
+    asked = Path("asked").read_text().splitlines()
+    assert "--partition=low" in asked
+    assert asked[-2:] == [f"{Path.cwd()}/cluster/probe.slurm", "mine.yaml"]
+
+
 @pytest.mark.parametrize(
     ("preempted", "words"),
     [
@@ -290,7 +304,7 @@ def test_a_requeued_start_records_its_end_unless_the_next_has_begun(
 ) -> None:
     """SLURM increments its count when it requeues the job, before the script ends. A frozen node
     wakes up later."""
-    stand_in(Path(), "scontrol", "echo 'JobId=7 Restarts=1 x'")
+    stand_in(Path(), "scontrol", "echo 'JobId=7 Restarts=1 Suspend=x'")
     job.begin_start()
     if has_next:
         job.at = replace(job.at, restarts=1)

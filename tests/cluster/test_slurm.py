@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.slurm import count_gpus, cpus_per_rank
+from cluster.slurm import count_gpus, cpus_per_rank, facts, shape
 from cluster.submission import read_submission
 
 
@@ -28,6 +28,21 @@ from cluster.submission import read_submission
 )
 def test_gpus_of_a_gres_list(gres: str, count: int) -> None:
     assert count_gpus(gres) == count
+
+
+@pytest.mark.parametrize(
+    ("tres", "options"),
+    [
+        ("TresPerNode=gres/gpu:1 TresPerTask=cpu=4", ["--gres=gpu:1"]),
+        ("TresPerTask=cpu:4", []),  # SLURM 23.02
+        ("TresPerTask=gres:gpu:2", ["--gpus-per-task=2"]),  # SLURM 22.05
+        ("TresPerTask=gres/gpu=2", ["--gpus-per-task=2"]),
+        ("TresPerTask=cpu=4,gres/gpu:a100=2", ["--gpus-per-task=a100:2"]),
+        ("TresPerJob=gres/gpu:a100:2,gres/gpu:h100:1", ["--gpus=a100:2,h100:1"]),
+    ],
+)
+def test_gpus_of_a_job_of_the_same_size(tres: str, options: list[str]) -> None:
+    assert shape(facts(f"NumNodes=1 NumTasks=1 {tres} "))[3:] == options
 
 
 @pytest.mark.parametrize(
