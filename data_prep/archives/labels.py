@@ -31,9 +31,19 @@ COLUMNS = {
 """Common column names of each role, in lower case."""
 NUM_TRIED = 10
 """Number of rows whose files are looked up to choose between several possible columns."""
-_SPLITS = {"training": "train", "valid": "val", "validation": "val", "testing": "test"} | {
-    name: name for name in ("train", "val", "test")
+SPLITS = {
+    "train": "train",
+    "training": "train",
+    "val": "val",
+    "valid": "val",
+    "validation": "val",
+    "dev": "val",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
 }
+"""Split of each common name, in lower case. Hugging Face's `datasets` documents the same names."""
 
 
 class Row(NamedTuple):
@@ -68,13 +78,13 @@ def read_labels(
             problem, fix = f"has no {empty[0]}", "fill it in, or remove the row"
         elif file in seen:
             problem, fix = f"repeats {file} of row {seen[file]}", "keep one of them"
-        elif split and split not in _SPLITS:
+        elif split and split not in SPLITS:
             problem, fix = f"has the split {split!r}", "write train, val or test"
         if problem:
             problem = f"row {number} of {path} {problem}"
             raise SourceError("source.labels", problem, fix, code="bad-value")
         seen[file] = number
-        rows.append(Row(file, found["label"], _SPLITS.get(split, "")))
+        rows.append(Row(file, found["label"], SPLITS.get(split, "")))
     if not any(row.split in ("", "train") for row in rows):
         problem = f"{path} has no rows" + " of the split train" * bool(rows)
         raise SourceError("source.labels", problem, "add rows", code="empty")

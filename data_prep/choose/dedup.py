@@ -5,11 +5,11 @@ others), then splits that may lose samples. Within a split, the order of the sha
 
 1. Among samples with equal pixels, the first stays.
 2. Among samples with equal perceptual hashes and similar colors, the first stays.
-3. A sample is dropped if an earlier sample that stays has a near perceptual hash and similar
-   colors.
+3. A sample is dropped if an earlier sample, also a dropped one, has a near perceptual hash and
+   similar colors.
 
-Test sets stay complete, and every dropped sample is like a sample that stays. A dataset built
-without the listed samples has no duplicates in these splits.
+Test sets stay complete. A dataset built without the listed samples has no duplicates in these
+splits.
 """
 
 import json

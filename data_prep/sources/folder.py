@@ -22,19 +22,18 @@ from data_prep.archives.files import (
 )
 from data_prep.archives.guard import SourceError, stamp_of
 from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
-from data_prep.archives.labels import Row, class_names, read_labels, rows_of_files
+from data_prep.archives.labels import SPLITS, Row, class_names, read_labels, rows_of_files
 from data_prep.publish import hash_of_json
 from data_prep.settings import Settings, printable
 from data_prep.sources.base import UNLABELLED, Arrangement, Source, by_container, hold_out
 
-SPLIT_NAMES = ("train", "val", "test")
 NUM_ENDINGS = 5
 """Number of the most common file name endings that are counted separately."""
 
 
 class FolderSettings(Settings):
     """A folder of classes: PATH/CLASS/*.jpg, or PATH/{train,val,test}/CLASS/*.jpg; or PATH/*.jpg
-    with a table of labels."""
+    with a table of labels. `Training`, `valid` and other common split names are recognized."""
 
     kind: Literal["folder"]
     path: str = Field(examples=["photos"])
@@ -76,26 +75,25 @@ class FolderSource(Source, of=FolderSettings):
             return Outline(classes, (Container(path="", split="train"),), beside)
         give_table = "move them into class folders, or name a table: source.labels=FILE.csv"
         top = only_folders(self.path, fix=give_table)
-        splits = [name for name in SPLIT_NAMES if name in top]
-        others = [name for name in top if name not in splits]
+        splits = {f"{name}/": SPLITS[name.lower()] for name in top if name.lower() in SPLITS}
+        others = [name for name in top if name.lower() not in SPLITS]
         if splits and others:
-            problem = (
-                f"{self.path} contains the split {splits[0]}/ and {others[0]}/, which is no split"
-            )
-            fix = f"rename or move {others[0]}/"
+            split = next(iter(splits))
+            problem = f"{self.path} contains the split {split} and {others[0]}/, which is no split"
+            fix = f"move {others[0]}/, or rename {split} if it is a class"
             raise SourceError("source.path", problem, fix, code="unknown-format")
-        prefixes = {name: f"{name}/" for name in splits} or {"train": ""}
-        names = {split: only_folders(self.path / prefix) for split, prefix in prefixes.items()}
-        for split, found in names.items():
+        splits = splits or {"": "train"}
+        names = {prefix: only_folders(self.path / prefix) for prefix in splits}
+        for prefix, found in names.items():
             if not found:
-                problem = f"{self.path / prefixes[split]} contains no class folders"
+                problem = f"{self.path / prefix} contains no class folders"
                 fix = "give PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"
                 raise SourceError("source.path", problem, fix, code="unknown-format")
         classes = tuple(sorted({name for found in names.values() for name in found}))
         labels = {name: label for label, name in enumerate(classes)}
         containers = [
-            Container(path=f"{prefixes[split]}{name}", split=split, label=labels[name])
-            for split, found in names.items()
+            Container(path=f"{prefix}{name}", split=splits[prefix], label=labels[name])
+            for prefix, found in names.items()
             for name in found
         ]
         return Outline(classes=classes, containers=tuple(containers))

@@ -23,7 +23,7 @@ from data_prep.archives.guard import (
     stamp_of,
 )
 from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
-from data_prep.archives.labels import COLUMNS, sorted_names
+from data_prep.archives.labels import COLUMNS, SPLITS, sorted_names
 from data_prep.errors import Code
 from data_prep.images.rejection import MAX_DETAIL_CHARACTERS, Rejection
 from data_prep.settings import Settings
@@ -33,7 +33,6 @@ NUM_HELD, NUM_SCHEMAS = 8, 4096
 """Number of row groups, and of file schemas, that a process keeps in memory."""
 MOST_CLASSES = 1 << 20
 Role = Literal["image", "label"]
-_SPLIT = re.compile(r"(train|val|dev|test)(?:ing|idation|id)?(?![a-z])", re.IGNORECASE)
 
 
 class HuggingFaceSettings(Settings):
@@ -42,8 +41,9 @@ class HuggingFaceSettings(Settings):
 
     kind: Literal["huggingface"]
     path: str = Field(examples=["downloads/beans"])
-    """Folder that save_to_disk wrote, a Parquet file, or a folder of Parquet files with splits in
-    their names (train-00000.parquet)."""
+    """Folder that save_to_disk wrote, a Parquet file, or a folder of Parquet files. The split is a
+    word of the file name (cifar10-train.parquet) or of its folder. Without such words, all files
+    are `train`."""
     columns: dict[Role, str] = Field(default={}, examples=[{"image": "img", "label": "fine_label"}])
     """Columns of the image and the label. Default: the only image column; the only ClassLabel
     column or, if there is none, the only column with a usual label name."""
@@ -113,7 +113,7 @@ class HuggingFaceSource(Source, of=HuggingFaceSettings):
     def _files(self) -> dict[str, list[Path]]:
         found, folders = dict[str, list[Path]](), dict[str, Path]()
         if (self.path / "state.json").is_file():
-            folders = {"train": self.path}
+            folders = {"": self.path}
         if (whole := self.path / "dataset_dict.json").is_file():
             with report_damage(whole, fix="save it again"):
                 names = json.loads(whole.read_bytes())["splits"]
@@ -122,14 +122,21 @@ class HuggingFaceSource(Source, of=HuggingFaceSettings):
             with report_damage(folder / "state.json", fix="save it again"):
                 state = json.loads((folder / "state.json").read_bytes())
                 files = [folder / Path(each["filename"]).name for each in state["_data_files"]]
-                found.setdefault(_split_of(state.get("_split") or name), []).extend(files)
+                # train_test_split() gives both parts the "_split" of their origin
+                split = str(name or state.get("_split") or "train")
+                split = SPLITS.get(split.lower(), re.sub(r"[^A-Za-z0-9_-]", "_", split))
+                found.setdefault(split, []).extend(files)
         if not folders:
-            for file in (
-                [self.path] if self.path.is_file() else sorted(self.path.rglob("*.parquet"))
-            ):
-                words = [file.stem, *(part.name for part in file.relative_to(self.path).parents)]
-                splits = (_split_of(match[0]) for word in words if (match := _SPLIT.match(word)))
-                found.setdefault(next(splits, "train"), []).append(file)
+            files = [self.path] if self.path.is_file() else sorted(self.path.rglob("*.parquet"))
+            named = {file: _named_splits(file, self.path) for file in files}
+            unclear = [str(file) for file, splits in named.items() if len(splits) != 1]
+            if unclear and any(named.values()):
+                problem = f"{len(unclear)} of {len(files)} file names contain no split or several"
+                problem += f" ({', '.join(unclear[:3])})"
+                fix = "write one of train, val and test into each name, or move these files"
+                raise SourceError("source.path", problem, fix, code="unknown-format")
+            for file, splits in named.items():
+                found.setdefault(next(iter(splits), "train"), []).append(file)
         if not found:
             problem = f"{self.path} has neither files of save_to_disk nor Parquet files"
             raise SourceError(
@@ -191,10 +198,14 @@ def _no_label(problem: str) -> SourceError:
     return SourceError("source.columns", problem, fix, code="bad-value")
 
 
-def _split_of(word: str) -> str:
-    """Return train, val or test if the word means one of them, else the word as a split name."""
-    match = _SPLIT.fullmatch(word)
-    return match[1].lower().replace("dev", "val") if match else re.sub(r"[^A-Za-z0-9_-]", "_", word)
+def _named_splits(file: Path, root: Path) -> set[str]:
+    """Return the splits that the file's name contains as words. If it contains none, the name of
+    the nearest folder below `root` counts."""
+    for name in (file.stem, *(folder.name for folder in file.relative_to(root).parents)):
+        words = re.findall(r"[^\W\d_]+", name.lower())
+        if splits := {SPLITS[word] for word in words if word in SPLITS}:
+            return splits
+    return set()
 
 
 def _open(file: Path) -> Any:

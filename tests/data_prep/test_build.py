@@ -342,13 +342,16 @@ def test_too_many_rejects_fail_every_time_and_still_leave_the_dataset(
     )
 
 
+@pytest.mark.parametrize("folders", ["train val test", "Training valid Testing"])
 def test_splits_share_one_class_list_and_a_class_whose_pictures_are_all_rejected_keeps_its_label(
-    tmp_path: Path,
+    tmp_path: Path, folders: str
 ) -> None:
+    train, val, test = folders.split()
     source = write_classes(
-        tmp_path / "source", {"train/ant": 4, "train/cat": 3, "val/cat": 2, "test/cat": 1}
+        tmp_path / "source",
+        {f"{train}/ant": 4, f"{train}/cat": 3, f"{val}/cat": 2, f"{test}/cat": 1},
     )
-    write_files(source, {"train/bee/text.jpg": b"no"})
+    write_files(source, {f"{train}/bee/text.jpg": b"no"})
     assert build(source, tmp_path / "out", "max_reject_fraction=1") == 0
     manifest = load_manifest(tmp_path / "out")
     assert manifest.classes == ("ant", "bee", "cat")
@@ -519,7 +522,7 @@ def _hashes(shard: Path) -> set[str]:
         ("train/ant/", "train"),
         ("train/ant/0.jpg val/", "{source}/val"),
         ("cat/a.jpg val/cat/b.jpg", "cat/"),
-        ("train/cat/a.jpg validation/cat/b.jpg", "validation/"),
+        ("train/cat/a.jpg holdout/cat/b.jpg", "holdout/"),
         ("train/cat/a.jpg train/loose.png", "loose.png"),
         ("cat/a.jpg loose.JPG", "loose.JPG"),
         ("cat/a.jpg a.jfif b.avif", "a.jfif, b.avif"),

@@ -16,8 +16,10 @@ from pyarrow import parquet
 
 from data_prep.cli import main
 from data_prep.manifest import load_index, load_manifest, load_paths
+from data_prep.sources.huggingface import HuggingFaceSettings, HuggingFaceSource
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import build, encoded, files_of, picture, write_classes, write_files
+from tests.errors import fails
 
 CLASSES = ["ant", "bee", "cat"]
 COUNTS = {"train": 11, "validation": 4}
@@ -109,6 +111,40 @@ def test_every_picture_and_class_is_what_datasets_reads_itself(
     assert len(set(paths)) == 11 and all(
         path.startswith(("train/data-", "data/train-")) for path in paths
     )
+
+
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        ("cifar10-train cifar10-test", "train test"),
+        ("train-00000-of-00001 eval-00000-of-00001 my_validation", "train test val"),
+        ("a.Training b.DEV2 valid/0 more/test/1", "train val val test"),
+        ("untrained latest", "train train"),
+        ("train extra latest", None),
+        ("train_val", None),
+    ],
+)
+def test_the_split_is_a_word_of_the_file_name(
+    places: dict[str, Path], tmp_path: Path, names: str, splits: str | None
+) -> None:
+    data = (places["parquet"] / "data" / "validation-00000-of-00001.parquet").read_bytes()
+    write_files(tmp_path, {f"{name}.parquet": data for name in names.split()})
+    source = HuggingFaceSource(HuggingFaceSettings(kind="huggingface", path=str(tmp_path)))
+    if splits is None:
+        with fails("unknown-format", "source.path"):
+            source.outline()
+    else:
+        found = {each.path.rpartition(".")[0]: each.split for each in source.outline().containers}
+        assert found == dict(zip(names.split(), splits.split(), strict=True))
+
+
+def test_the_parts_of_a_split_dataset_keep_their_names(tmp_path: Path) -> None:
+    """In both parts, train_test_split() keeps the split of their origin."""
+    origin = datasets.Dataset(saved("train").data, split="train")
+    origin.train_test_split(test_size=4).save_to_disk(tmp_path / "saved")
+    assert pack(tmp_path / "saved", tmp_path / "out", "source.val_fraction=0") == 0
+    splits = load_manifest(tmp_path / "out").splits
+    assert {name: split.num_samples for name, split in splits.items()} == {"train": 7, "test": 4}
 
 
 @pytest.mark.processes
