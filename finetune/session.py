@@ -57,7 +57,7 @@ def session(
     """Enter a run on all ranks, and yield the device and the tracker. If a rank exits, hangs or
     fails, the other ranks end. Fail if `facts` (default: weights) differ between ranks."""
     device = start_accelerator(world, timeout_s=settings.ranks.timeout_s).device
-    identity = hash_of_json(facts) if facts else checkpoint.sha256 if checkpoint else "0"
+    identity = hash_of_json(facts) if facts else checkpoint.model_sha256 if checkpoint else "0"
     run_dir = Path(cast(Any, settings).run_dir)
     with watched(world, settings.ranks, device=device) as heartbeat:
         if not same_on_all_ranks(int(identity[:15], 16), device=device):

@@ -18,7 +18,7 @@ from data_prep.local_copy import local_copy
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
 from data_prep.publish import hash_of_json
 from data_prep.settings import read_yaml, validate
-from finetune.config import ShortRunSettings
+from finetune.config import ShortRunSettings, as_recorded
 from finetune.split import check_split
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
@@ -160,21 +160,16 @@ class Evaluation:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """All facts that a prediction depends on."""
-        settings, card = self.settings, self.card
+        settings = self.settings
         facts: dict[str, Any] = {
             "split": settings.data.split,
             "precision": settings.precision,
             "num_views": settings.num_views,
-            "interpolation": card.fed_interpolation,
             "weights": self.checkpoint.sha256,
+            "model_sha256": self.checkpoint.model_sha256,
+            "code": code_of(self.card.model),
             "pixels": self.manifest.pixels_hash,
         }
-        if code := code_of(card.model):
-            facts["code"] = code
-        if card.eval_crop != 1:
-            facts["eval_crop"] = card.eval_crop
-        if card.pixel_permutation is not None:
-            facts |= {"pixel_permutation": card.pixel_permutation, "permute": card.permute}
         if settings.num_views:
             facts |= {"include_plain": settings.include_plain, "seed": settings.seed}
             facts["augment"] = settings.augment.model_dump(mode="json")
@@ -212,7 +207,8 @@ class Evaluation:
     def stored_result(self) -> dict[str, Any] | None:
         """Return the result if this evaluation has finished, otherwise None. Fail if the directory
         holds something else."""
-        is_ours = check_settings(self.run_dir, self.settings, self.facts)
+        facts = as_recorded(self.facts, self.run_dir / EVALUATION)
+        is_ours = check_settings(self.run_dir, self.settings, facts)
         return finished_result(self.run_dir) if is_ours else None
 
     def plain_top1(self) -> float | None:

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from data_prep.errors import UserError
 from data_prep.settings import Settings
-from finetune.config import AllowedImport
+from finetune.config import AllowedImport, as_recorded
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import is_output
 from pretrain.record import RecordSettings
@@ -73,10 +73,11 @@ class ExportSettings(Settings):
     def graphs(self) -> tuple[Format, ...]:
         return tuple(each for each in ("onnx", "torch") if each in self.formats)
 
-    def identity(self, *, weights_sha256: str) -> dict[str, Any]:
+    def identity(self, source: Checkpoint) -> dict[str, Any]:
         """Return the facts that identify an export. export.json stores them as `request`."""
         return {
-            "weights_sha256": weights_sha256,
+            "weights_sha256": source.sha256,
+            "model_sha256": source.model_sha256,
             "formats": ["timm", *self.graphs],
             "with_preprocessing": self.with_preprocessing,
             "license": self.license,
@@ -84,8 +85,9 @@ class ExportSettings(Settings):
 
     def is_begun(self, checkpoint: Checkpoint | None) -> bool:
         """True if `out` holds this export, complete or not. Fail if `out` holds something else."""
-        request = self.identity(weights_sha256=checkpoint.sha256) if checkpoint else {}
-        return is_output(Path(self.out), request, record=RECORD, key="request", kind="an export")
+        out, request = Path(self.out), self.identity(checkpoint) if checkpoint else {}
+        request = as_recorded(request, out / RECORD, key="request")
+        return is_output(out, request, record=RECORD, key="request", kind="an export")
 
 
 def is_exported(settings: ExportSettings) -> bool:

@@ -53,10 +53,10 @@ def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
         place = place.parent
     places = [place, run.directory] if run else [place]
     results = results_of(source.directory, run, step=card.step, places=places)
-    facts = Facts(card, run, results, num_parameters(model), source.sha256, settings)
+    facts = Facts(source, run, results, num_parameters(model), settings)
     try:
         with atomic_directory(out) as directory, torch.no_grad():
-            checks = _write_weights(directory, source.directory, model, facts)
+            checks = _write_weights(directory, model, facts)
             checks |= _write_graphs(directory, model, facts)
             write_atomic(directory / "README.md", readme(facts).encode())
             write_json(directory / RECORD, record(facts, checks))
@@ -80,18 +80,16 @@ def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
     return lines
 
 
-def _write_weights(
-    directory: Path, source: Path, model: ImageModel, facts: Facts
-) -> dict[str, Agreement]:
+def _write_weights(directory: Path, model: ImageModel, facts: Facts) -> dict[str, Agreement]:
     """Write config.json and model.safetensors. Return the differences from timm's model, if timm
     has it."""
-    card = facts.card
+    card, weights = facts.card, facts.source.directory / MODEL
     if timms_own(card) is None or not isinstance(card.model, MixerSpec):
         write_json(directory / CONFIG, config_of(card))
-        shutil.copyfile(source / MODEL, directory / MODEL)
-        if sha256_of(directory / MODEL) != facts.weights_sha256:
+        shutil.copyfile(weights, directory / MODEL)
+        if sha256_of(directory / MODEL) != facts.source.sha256:
             problem, fix = "changed while it was copied", "run the same command again"
-            raise UserError(str(source / MODEL), problem, fix, code="changed")
+            raise UserError(str(weights), problem, fix, code="changed")
         return {}
     import timm  # slow, and not needed by other exports
 
@@ -124,7 +122,7 @@ def _write_graphs(directory: Path, model: ImageModel, facts: Facts) -> dict[str,
         "classes": list(card.classes),
         "model": card.model.label,
         "dataset": card.dataset,
-        "weights_sha256": facts.weights_sha256,
+        "weights_sha256": facts.source.sha256,
     }
     checks: dict[str, Agreement] = {}
     for graph in settings.graphs:
@@ -147,7 +145,7 @@ def record(facts: Facts, checks: dict[str, Agreement]) -> dict[str, Any]:
             versions[name] = "not installed"
     return {
         "schema_version": SCHEMA_VERSION,
-        "request": facts.settings.identity(weights_sha256=facts.weights_sha256),
+        "request": facts.settings.identity(facts.source),
         "model": card.model.label,
         "step": card.step,
         "run": facts.run.name if facts.run else "",

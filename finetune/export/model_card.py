@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard as HubCard
 from finetune.export.config import ExportSettings
 from finetune.runs import NOT_STATED, TASKS, Result, Run
 from pretrain.checkpoints.card import ModelCard, timms_own
+from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.models.cost import cost_of
 from pretrain.models.spec import TIMM_NORM_EPS, MixerSpec
 
@@ -27,13 +28,16 @@ They contain no paths."""
 
 @dataclass(frozen=True)
 class Facts:
-    card: ModelCard
+    source: Checkpoint
     run: Run | None
     """The run that trained the weights, if known."""
     results: Sequence[Result]
     num_parameters: int
-    weights_sha256: str
     settings: ExportSettings
+
+    @property
+    def card(self) -> ModelCard:
+        return self.source.card
 
 
 def readme(facts: Facts) -> str:
@@ -125,7 +129,7 @@ def _model_rows(facts: Facts) -> list[tuple[str, str]]:
         ("Mean", mean),
         ("Std", std),
         ("Classes", f"{len(card.classes):,}: {names}"),
-        ("Weights", f"sha256 `{facts.weights_sha256}`{renamed}"),
+        ("Weights", f"sha256 `{facts.source.sha256}`{renamed}"),
     ]  # fmt: skip
 
 

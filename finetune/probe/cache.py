@@ -18,7 +18,7 @@ from finetune.config import Fed
 from finetune.probe.config import KnnSettings, ProbeSettings
 from pretrain.checkpoints.card import MODEL, shapes_in
 from pretrain.checkpoints.checkpoint import Checkpoint
-from pretrain.config import AugmentSettings, PixelOrder
+from pretrain.config import AugmentSettings
 from pretrain.models.cost import num_features_of
 from pretrain.models.imported import code_of
 
@@ -70,21 +70,19 @@ class Cache:
 
     def key(self, split: str, view: int | None) -> dict[str, Any]:
         source, is_augmented = self.source, view is not None
-        mean, std = source.normalization
-        key = source.pixels.model_dump(include={*PixelOrder.model_fields}, exclude_defaults=True)
-        key |= {} if self.augment.plain_crop == 1 else {"eval_crop": self.augment.plain_crop}
-        key |= {} if source.precision == "fp32" else {"precision": source.precision}
-        if source.checkpoint and (code := code_of(source.checkpoint.card.model)):
-            key["code"] = code
-        return key | {
+        checkpoint, (mean, std) = source.checkpoint, source.normalization
+        return {
             "version": VERSION,
-            "weights_sha256": source.checkpoint.sha256 if source.checkpoint else "pixels",
+            "model_sha256": checkpoint.model_sha256 if checkpoint else "pixels",
+            "code": code_of(checkpoint.card.model) if checkpoint else "",
+            "precision": source.precision,
             "pixels_hash": self.manifest.pixels_hash,
             "split": split,
             "image_size": source.image_size,
             "mean": list(mean),
             "std": list(std),
             "interpolation": self.augment.plain_filter,
+            "eval_crop": self.augment.plain_crop,
             "augment": self.augment.model_dump(mode="json") if is_augmented else None,
             "seed": self.settings.seed if is_augmented else None,
             "view": view,

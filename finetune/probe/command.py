@@ -9,7 +9,7 @@ from typing import Any
 from data_prep.errors import SettingsError
 from data_prep.exit_codes import OK
 from data_prep.explain import Verbs, show
-from data_prep.manifest import DatasetError, Manifest, baselines, load_manifest
+from data_prep.manifest import Manifest, baselines, load_manifest
 from data_prep.progress import doing
 from data_prep.settings import load_settings
 from finetune.probe.cache import check_room
@@ -100,11 +100,7 @@ def _checked_data(settings: ProbeSettings | KnnSettings) -> Manifest:
     for split in filter(None, (train, test, holdout)):
         check_split(manifest, split, directory=data.dataset)
     check_apart(data.directory, manifest, train=train, test=test, holdout=holdout)
-    if isinstance(settings, KnnSettings):
-        settings.check_against(manifest)
-    elif holdout is None and manifest.splits[train].num_samples < 2:
-        problem = f"{train!r} has one sample, but one sample must be held out"
-        raise DatasetError("data.train_split", problem, "choose another split", code="empty")
+    settings.check_against(manifest)
     return manifest
 
 

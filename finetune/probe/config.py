@@ -9,8 +9,14 @@ from pydantic import BeforeValidator, Field, model_validator
 from data_prep.errors import UserError
 from data_prep.manifest import DatasetError, Manifest
 from finetune.config import ChannelStats, ShortRunSettings
-from pretrain.config import AugmentSettings, ReadingSettings, ScheduleSettings, check_schedule
-from pretrain.data.datasets import Part
+from pretrain.config import (
+    AugmentSettings,
+    ReadingSettings,
+    ScheduleSettings,
+    check_schedule,
+    parse_length,
+)
+from pretrain.data.datasets import Part, fit_warmup
 
 FeatureType = Literal["float32", "float16"]
 HeadOptimizer = Literal["lion", "sgd", "adamw", "lbfgs"]
@@ -225,6 +231,41 @@ class ProbeSettings(FeatureSettings):
             if is_wrong:
                 raise UserError(field, problem, fix, code="conflict")
         return self
+
+    def num_held(self, num_samples: int) -> int:
+        """Return the number of held-out training samples, if holdout_split is not set."""
+        return min(num_samples - 1, max(1, round(num_samples * self.holdout_fraction)))
+
+    def steps_of(self, epochs: int, num_rows: int) -> tuple[int, int, int]:
+        """Return the steps of a candidate's training, warm-up and cooldown. Fail if the training is
+        too short. The last batch of an epoch counts as a full batch."""
+        batch, schedule = self.batch_size, self.schedule
+        num_samples = -(-num_rows // batch) * batch
+        steps, warmup, cooldown = (
+            parse_length(each).steps(global_batch_size=batch, num_samples=num_samples)
+            for each in (f"{epochs} epochs", schedule.warmup, schedule.cooldown)
+        )
+        warmup = fit_warmup(warmup, num_steps=steps)
+        if warmup + cooldown > steps:
+            asked = f"{warmup} steps of warm-up and {cooldown} of cooldown"
+            problem = f"{asked} exceed the {steps} steps of {epochs} epochs"
+            fix = "set a shorter cooldown, or more epochs"
+            raise UserError("schedule.cooldown", problem, fix, code="conflict")
+        return steps, warmup, cooldown
+
+    def check_against(self, manifest: Manifest) -> None:
+        split = self.data.train_split
+        num_samples = manifest.split(split, directory=self.data.dataset).num_samples
+        num_kept = num_samples
+        if self.holdout_split is None:
+            num_kept -= self.num_held(num_samples)
+            if num_kept == num_samples:
+                problem = f"{split!r} has one sample, but one sample must be held out"
+                fix = "choose another split"
+                raise DatasetError("data.train_split", problem, fix, code="empty")
+        for epochs in self.epochs:
+            for num_rows in (num_kept, num_samples):  # the best head trains again on all samples
+                self.steps_of(epochs, num_rows)
 
 
 def _with_tuples(tree: Any) -> Any:

@@ -18,7 +18,6 @@ from torch import Tensor
 from data_prep.progress import progress
 from finetune.probe.config import ProbeSettings
 from finetune.probe.rows import Rows
-from pretrain.config import parse_length
 from pretrain.data.order import Ids, hash64, permute
 from pretrain.optim.schedule import Schedule
 
@@ -107,10 +106,10 @@ def train_heads(
     """Return the trained heads (G, E, K). A head does not depend on the other candidates.
     `num_epochs`: number of passes over the rows (default: epochs of the longest candidate)."""
     num_batches, device = -(-rows.num_rows // settings.batch_size), rows.device
-    warmup, cooldown = (
-        parse_length(length).steps(global_batch_size=settings.batch_size, num_samples=rows.num_rows)
-        for length in (settings.schedule.warmup, settings.schedule.cooldown)
-    )
+    schedules = [
+        Schedule(settings.schedule, each.lr, *settings.steps_of(each.epochs, rows.num_rows))
+        for each in candidates
+    ]
     heads_GEK = torch.zeros(len(candidates), rows.width, num_classes, device=device)
     active = list(range(len(candidates)))
     weights_EC = torch.zeros(rows.width, len(candidates) * num_classes, device=device)
@@ -119,12 +118,8 @@ def train_heads(
     with progress("linear heads", total=total, unit="epochs") as line:
         for epoch in range(total):
             now, first = [candidates[number] for number in active], epoch * num_batches
-            schedules = [
-                Schedule(settings.schedule, each.lr, each.epochs * num_batches, warmup, cooldown)
-                for each in now
-            ]
             lr_TG = torch.tensor(
-                [[each.lr(first + n) for each in schedules] for n in range(num_batches)]
+                [[schedules[each].lr(first + n) for each in active] for n in range(num_batches)]
             ).to(device)
             decays = [each.weight_decay for each in now]
             decay_C = torch.tensor(decays, device=device).repeat(num_classes)

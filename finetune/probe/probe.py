@@ -150,7 +150,7 @@ def held_out(num_samples: int, settings: ProbeSettings) -> tuple[Tensor | None, 
         return None, None
     key = int(hash64(_HOLDOUT, settings.seed))
     shuffled = torch.from_numpy(permute(np.arange(num_samples), size=num_samples, key=key))
-    cut = min(num_samples - 1, max(1, round(num_samples * settings.holdout_fraction)))
+    cut = settings.num_held(num_samples)
     return shuffled[cut:].sort().values, shuffled[:cut].sort().values
 
 
@@ -248,8 +248,7 @@ def heads_of(
         heads_GEK = train_heads(
             rows, candidates, settings=settings, num_classes=num_classes, num_epochs=num_epochs
         )
-        num_batches = -(-rows.num_rows // settings.batch_size)
-        steps = [each.epochs * num_batches for each in candidates]
+        steps = [settings.steps_of(each.epochs, rows.num_rows)[0] for each in candidates]
         return [Head(*each) for each in zip(heads_GEK, steps, strict=True)]
     heads_GEK, ends = minimize(
         rows, candidates, tolerance=settings.tolerance, num_classes=num_classes

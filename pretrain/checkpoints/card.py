@@ -164,14 +164,6 @@ def read_card(directory: Path) -> ModelCard:
         return ModelCard.model_validate_json(json.dumps(tree))
     except WeightsError:
         raise
-    except ValidationError as error:
-        fault = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
-        raise WeightsError(
-            str(path),
-            f"the file is not valid ({fault})",
-            "Use other weights",
-            code="unknown-format",
-        ) from None
     except OSError as error:
         problem, fix = (
             f"the file cannot be read ({error})",
@@ -181,8 +173,12 @@ def read_card(directory: Path) -> ModelCard:
             raise WeightsError(str(path), problem, fix, code="missing-path") from None
         raise CheckpointError(str(path), problem, fix, code="unreadable") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:  # another program's file
-        problem = f"the file is not valid ({str(error).splitlines()[0]})"
-        raise WeightsError(str(path), problem, "Use other weights", code="unknown-format") from None
+        problem = str(error).splitlines()[0]
+        if isinstance(error, ValidationError):
+            faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3]]
+            problem = "; ".join(faults)
+        problem, fix = f"the file is not valid ({problem})", "Use other weights"
+        raise WeightsError(str(path), problem, fix, code="unknown-format") from None
 
 
 # ---- folders of timm

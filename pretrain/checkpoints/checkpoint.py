@@ -22,7 +22,7 @@ from pathlib import Path
 from data_prep.errors import Code, SettingsError
 from data_prep.manifest import MANIFEST_NAME
 from data_prep.progress import doing
-from data_prep.publish import sha256_of
+from data_prep.publish import hash_of_json, sha256_of
 from data_prep.settings import near_path
 from pretrain.checkpoints.card import CONFIG, MODEL, CheckpointError, ModelCard, read_card
 from pretrain.checkpoints.hub import HubError, fetch, is_on_hub
@@ -157,6 +157,17 @@ class Checkpoint:
     def sha256(self) -> str:
         """Hash (sha256) of the weights. Records identify weights by this hash."""
         return self.hashes.get(MODEL) or sha256_of(self.directory / MODEL)
+
+    @cached_property
+    def model_sha256(self) -> str:
+        """Hash of the model: its weights, and the metadata that its predictions depend on. Results
+        and features are reused only if this hash is equal."""
+        names = {
+            *("model", "image_size", "classes", "channel_mean", "channel_std"),
+            *("fed_interpolation", "eval_crop", "pixel_permutation", "permute"),
+        }
+        facts = self.card.model_dump(mode="json", include=names, exclude_defaults=True)
+        return hash_of_json([self.sha256, facts])
 
     @property
     def run_dir(self) -> Path | None:

@@ -423,13 +423,13 @@ def test_an_older_checkpoint_does_not_take_the_results_of_the_newest(run: Path) 
 
 def test_what_is_not_known_is_not_stated(tmp_path: Path) -> None:
     write_folder(tmp_path / "imported", origin="scaling_mlps: B_weights, sha256 0, read as chw")
-    card = Checkpoint.open(tmp_path / "imported").card
+    source = Checkpoint.open(tmp_path / "imported")
     assert run_of(tmp_path / "imported") is None
     assert results_of(tmp_path / "imported", None, step=0, places=[tmp_path]) == []
     settings = ExportSettings(
         pretrained="imported", out="out", formats=("timm",), license="apache-2.0"
     )
-    text = readme(Facts(card, None, [], 1, "0", settings))
+    text = readme(Facts(source, None, [], 1, settings))
     assert yaml.safe_load(text.split("---\n")[1]).keys().isdisjoint({"metrics", "model-index"})
     assert "Imported from a public file (scaling_mlps: B_weights" in text
     for unknown in (

@@ -93,6 +93,8 @@ def test_a_key_changes_with_what_the_numbers_depend_on_alone(
     checkpoint = maker_of(settings).backbone.checkpoint
     assert checkpoint is not None
     other = replace(checkpoint, hashes={"model.safetensors": "other"})
+    tanh = checkpoint.card.model.model_copy(update={"activation": "tanh"})
+    saturating = replace(checkpoint, card=checkpoint.card.model_copy(update={"model": tanh}))
     plain, viewed = path(), path(view=0)
     same = {
         "run_dir": "elsewhere",
@@ -105,6 +107,7 @@ def test_a_key_changes_with_what_the_numbers_depend_on_alone(
     others = [
         path("train"),
         path(checkpoint=other),
+        path(checkpoint=saturating),
         path(image_size=20),
         path(interpolation="area"),
         path(normalization=(maker_of(settings).backbone.normalization[0], (1.0, 1.0, 1.0))),

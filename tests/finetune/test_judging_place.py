@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -13,9 +14,13 @@ import yaml
 from rich.console import Console
 
 from data_prep.manifest import load_manifest
+from data_prep.publish import write_json
 from finetune.evaluate.command import print_result
 from finetune.evaluate.config import Evaluation
+from finetune.export.config import ExportSettings
+from pretrain.checkpoints.card import MODEL
 from pretrain.config import AugmentSettings
+from pretrain.models.spec import MlpSpec
 from pretrain.tracking.tracker import Tracker
 from tests.conftest import Patch
 from tests.data_prep.samples import change_manifest
@@ -56,6 +61,48 @@ def test_other_settings_have_another_directory(folder: Path, shapes: Path, tmp_p
         assert (
             Evaluation.of(evaluation_settings(folder, moved, None)).identity == plain.identity
         ) is is_same
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"spec": MlpSpec(kind="mlp", depth=1, width=12, activation="tanh")},
+        {"spec": MlpSpec(kind="mlp", depth=1, width=12, norm_place="after")},
+        {"classes": ("cat", "bee", "ant")},
+        {"channel_mean": (0.5, 0.5, 0.5)},
+        {"channel_std": (0.5, 0.5, 0.5)},
+        {"fed_interpolation": "area"},
+    ],
+    ids=lambda changes: str(*changes),
+)
+def test_equal_weights_of_another_model_have_results_of_their_own(
+    shapes: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """A result of an earlier version has no hash of the model, so it is accepted for its
+    weights."""
+    sources = write_folder(tmp_path / "one"), write_folder(tmp_path / "other", **changes)
+    one, other = (
+        Evaluation.of(evaluation_settings(each, shapes, tmp_path / "run")) for each in sources
+    )
+    assert one.checkpoint.sha256 == other.checkpoint.sha256
+    records = {"run/evaluation.json": one.facts, "run/result.json": {}, "run/config.yaml": {}}
+    exported = ExportSettings(pretrained="one", out=str(tmp_path / "out"))
+    records["out/export.json"] = {"request": exported.identity(one.checkpoint)}
+    for name, record in records.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_json(tmp_path / name, record)
+    assert one.stored_result() == {} and exported.is_begun(one.checkpoint)
+    with fails("exists", "run_dir"):
+        other.stored_result()
+    with fails("exists", "out"):
+        exported.is_begun(other.checkpoint)
+    for record in (one.facts, records["out/export.json"]["request"]):
+        del record["model_sha256"]
+    for name, record in records.items():
+        write_json(tmp_path / name, record)
+    assert other.stored_result() == {} and exported.is_begun(other.checkpoint)
+    with fails("exists", "run_dir"):
+        replace(one, checkpoint=replace(one.checkpoint, hashes={MODEL: "0"})).stored_result()
 
 
 @pytest.mark.parametrize("where", ["register", "save_result"])

@@ -1,6 +1,7 @@
 """Heads trained together equal heads trained separately by plain optimizers and scikit-learn."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
+from data_prep.manifest import load_manifest
 from finetune.probe.config import ProbeSettings
 from finetune.probe.features import Table
 from finetune.probe.heads import Candidate, Update, judge, order_of, train_heads
@@ -18,6 +20,7 @@ from finetune.probe.rows import OnDevice
 from pretrain.config import ScheduleSettings
 from pretrain.optim.lion import Lion
 from tests.conftest import Capture, Patch
+from tests.errors import fails
 from tests.finetune.tiny import (
     CLASSES,
     CPU,
@@ -117,6 +120,44 @@ def test_candidates_of_a_grid_are_plain_sgd_with_views_and_lengths_of_their_own(
             0
         ]
         torch.testing.assert_close(head, alone, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "first", "highest"),
+    [
+        (ScheduleSettings(name="constant", warmup="5 epochs"), 0.1, 0.1),
+        (ScheduleSettings(name="constant", warmup="1 epochs"), 0.025, 0.1),
+        (ScheduleSettings(name="wsd", warmup="2 epochs", cooldown="4 steps"), 0.1, 0.1),
+        (ScheduleSettings(name="wsd", warmup="19 steps", cooldown="17 steps"), None, None),
+        (ScheduleSettings(name="wsd", cooldown="3 epochs"), None, None),
+    ],
+)
+def test_the_schedule_is_fitted_to_each_candidate(
+    shapes: Path,
+    monkeypatch: Patch,
+    schedule: ScheduleSettings,
+    first: float | None,
+    highest: float | None,
+) -> None:
+    """The first candidate has 2 epochs of 3 steps, so its warm-up of 5 epochs becomes 0 steps."""
+    settings = probe_settings(lrs=(0.1,), epochs=(2, 50), schedule=schedule)
+    rows, seen, step = rows_of(blobs(70, seed=1)), list[Tensor](), Update.step
+
+    def seeing(self: Update, gradient_EC: Tensor, *, lr_C: Tensor, decay_C: Tensor) -> None:
+        seen.append(lr_C)
+        step(self, gradient_EC, lr_C=lr_C, decay_C=decay_C)
+
+    monkeypatch.setattr(Update, "step", seeing)
+    if first is None:
+        with fails("conflict", "schedule.cooldown"):
+            settings.check_against(load_manifest(shapes))
+        with fails("conflict", "schedule.cooldown"):
+            train_heads(rows, candidates_of(settings), settings=settings, num_classes=CLASSES)
+        return
+    settings.check_against(load_manifest(shapes))
+    train_heads(rows, candidates_of(settings), settings=settings, num_classes=CLASSES)
+    rates = [float(lr_C[0]) for lr_C in seen[:6]]
+    assert rates[0] == pytest.approx(first) and max(rates) == pytest.approx(highest)
 
 
 def test_rates_take_no_more_memory_than_the_table() -> None:
