@@ -7,8 +7,10 @@ imported.
 The file is long because it has all settings of a training.
 """
 
+import math
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,16 +45,15 @@ _FORM = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*(\w+)\s*")
 
 
 class Length(NamedTuple):
-    amount: float
+    amount: Fraction
     unit: Unit
 
     def steps(self, *, global_batch_size: int, num_samples: int) -> int:
         """Return the smallest number of steps that covers the length."""
         if self.unit == "steps":
             return int(self.amount)
-        return -int(
-            -self.amount * (num_samples if self.unit == "epochs" else 1) // global_batch_size
-        )
+        samples = self.amount * (num_samples if self.unit == "epochs" else 1)
+        return math.ceil(samples / global_batch_size)
 
 
 def parse_length(text: str) -> Length:
@@ -61,7 +62,7 @@ def parse_length(text: str) -> Length:
     fix = "Write a number and a unit, for example '90 epochs', '5000 steps' or '1_000_000 samples'"
     if form is None or unit not in get_args(Unit):
         raise SettingsError("", f"{text!r} is not a length", fix, code="bad-value")
-    count = float(form.group(1))
+    count = Fraction(form.group(1))
     if unit == "steps" and count != int(count):
         raise SettingsError("", f"{text!r} is not a whole number", fix, code="bad-value")
     return Length(count, unit)  # type: ignore[arg-type]

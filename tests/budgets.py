@@ -20,12 +20,12 @@ TARGETS = {
 }
 CEILINGS = {
     "data_prep": 446_800,
-    "pretrain": 637_168,
+    "pretrain": 637_633,
     "finetune": 231_120,
     "analysis": 226_200,
     "cluster": 131_462,
     "benchmarks": 175_400,
-    "tests": 1_472_000,
+    "tests": 1_472_150,
 }
 
 

@@ -105,9 +105,11 @@ class Saver:
         self.saved_step = 0
         """Step at which training resumed, then the step of the last snapshot given to the writer.
         """
+        self._judged: Best | None = None
+        """Last evaluation."""
         self.best: Best | None = None
-        """Best evaluation so far. After `finish`, on the first rank, the best published
-        checkpoint."""
+        """Best evaluation of a snapshot given to the writer. After `finish`, on the first rank, the
+        best published checkpoint."""
 
     def go_on(self, start: TrainerState) -> None:
         self.saved_step, self.best = start.step, start.best
@@ -115,25 +117,31 @@ class Saver:
             self.writer.uploader.start()
 
     def judge(self, step: int, *, top1: float) -> None:
-        """Update the best step. All ranks call this with the same score."""
-        if self._keep_best and (self.best is None or top1 > self.best.score):
-            self.best = Best(step, top1)
+        """Note an evaluation. All ranks call this with the same score."""
+        self._judged = Best(step, top1) if self._keep_best else None
+
+    def _best_with(self, step: int) -> Best | None:
+        """Return the best evaluation if this step is saved."""
+        judged, best = self._judged, self.best
+        if judged is None or judged.step != step or (best and judged.score <= best.score):
+            return best
+        return judged
 
     def is_due(self, step: int) -> bool:
-        is_new_best = self.best is not None and self.best.step == step != self.saved_step
         return (
             step == self._num_steps
             or self._retention.keeps(step)
             or step % self._every == 0
-            or is_new_best
+            or self._best_with(step) != self.best
         )
 
     def save(self, state: TrainerState, *, is_last: bool = False) -> None:
         """Make a checkpoint between two updates, on every rank at the same step. The checkpoint has
         `state` and the best evaluation. Unless `is_last`, skip this checkpoint if the previous one
-        is still being written."""
+        is still being written. A saved step is saved again if a resume finds it the best."""
         began_s, step = time.monotonic(), state.step
-        if step == self.saved_step:
+        best = self._best_with(step)
+        if step == self.saved_step and best == self.best:
             return
         PROGRESS.mark("making a checkpoint", step=step)
         while any_rank(
@@ -152,10 +160,10 @@ class Saver:
         engine = self._engine.export_state()
         if self._world.is_first:
             card = self._card.model_copy(update={"step": step})
-            self.writer.submit(Snapshot(engine, replace(state, best=self.best), card))
+            self.writer.submit(Snapshot(engine, replace(state, best=best), card))
             stall_s = time.monotonic() - began_s
             self._log.metrics({"usage/checkpoint_stall_s": stall_s}, step=step)
-        self.saved_step = step
+        self.saved_step, self.best = step, best
 
     def finish(self, stop: StopFlag | None = None) -> None:
         """Wait until the last checkpoint is on disk. Other ranks wait while the first rank is

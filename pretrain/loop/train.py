@@ -262,6 +262,8 @@ def log_to(path: Path) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("DeepSpeed", "py.warnings", "torch.utils.cpp_extension"):
         logger = logging.getLogger(name)
+        for earlier in logger.handlers:  # of an earlier run in this process
+            earlier.close()
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.WARNING)
     logging.captureWarnings(True)

@@ -147,6 +147,8 @@ class Trainer:
             self.stopping = any_rank(self.stop.raised_by is not None, device=self.engine.device)
             if self.owes_evaluation or self.step >= self.num_steps:  # skipped or killed before
                 self._evaluate()
+                if self.step > 0:
+                    self.saver.save(self._state())
             self.meter.restart()
             while self.step < self.num_steps and not self.stopping:
                 self.window.begin_step(self.step + 1)

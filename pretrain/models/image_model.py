@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from data_prep.errors import UserError
-from pretrain.models.layers.batch_norm import BatchNorm1d
 from pretrain.models.layers.linear import Linear
 from pretrain.models.spec import Activation
 
@@ -140,11 +139,11 @@ class ImageModel(nn.Module, ABC):
         return taken
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        if enable and any(isinstance(module, BatchNorm1d) for module in self.blocks.modules()):
+        if enable and any("num_batches_tracked" in name for name, _ in self.named_buffers()):
             raise UserError(
                 "set_grad_checkpointing",
                 "batch norm would update its averages twice a step",
-                "set model.norm=layer",
+                "choose a model without batch norm",
                 code="conflict",
             )
         self.grad_checkpointing = enable

@@ -93,6 +93,7 @@ class TimmModel(ImageModel):
         return {f"body.{name}" for name in getattr(self.body, "no_weight_decay", set)()}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
+        super().set_grad_checkpointing(enable)
         self.body.set_grad_checkpointing(enable)
 
 

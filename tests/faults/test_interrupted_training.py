@@ -403,7 +403,8 @@ def test_the_best_checkpoint_is_known_after_an_evaluation_that_was_given_up(
     for step, moment, owes in (
         (2, 8, True),
         (9, 1, False),
-    ):  # during the evaluation's third batch; during a step
+        (24, 8, True),
+    ):  # during an evaluation's third batch; during a step; during the last evaluation
         strike = Strike(run_dir, moment, step=step, signal=signal.SIGTERM)
         finish(start(config, run_dir, *words, ranks=1, strikes={0: strike}))
         assert (

@@ -230,7 +230,7 @@ def saver_of(run_dir: Path, *, world: World, every: int, timeout_s: float = 600.
         ((0.5, 0.7, 0.6, 0.1), (20,), 0, [10, 40], Best(10, 0.5)),
         ((0.5, 0.7, 0.6, 0.8), (20,), 0, [40], Best(40, 0.8)),
         # step 30 is skipped while 20 is written, so it cannot be the best
-        ((0.5, 0.6, 0.9, 0.7, 0.1), (), 20, [20, 50], Best(20, 0.6)),
+        ((0.5, 0.6, 0.9, 0.7, 0.1), (), 20, [40, 50], Best(40, 0.7)),
     ],
 )
 def test_a_best_that_was_not_written_costs_no_other_best(
@@ -266,6 +266,18 @@ def test_a_best_that_was_not_written_costs_no_other_best(
     assert json.loads((tmp_path / "checkpoints" / "best.json").read_text()) == asdict(best)
     _, trainer = restored(tmp_path)
     assert (trainer.skipped_steps, trainer.skipped_in_a_row) == (5, 2)
+
+
+def test_a_resume_saves_the_best_that_the_stopped_run_did_not_evaluate(tmp_path: Path) -> None:
+    for step in (4, 8):
+        save(tmp_path, step, best=Best(4, 0.15))
+    saver = saver_of(tmp_path, world=World(0, 0, 1), every=4)
+    saver.go_on(restored(tmp_path)[1])
+    saver.judge(8, top1=0.175)
+    saver.save(TrainerState(8, 128), is_last=True)
+    saver.finish()
+    assert saver.best == restored(tmp_path)[1].best == Best(8, 0.175)
+    assert steps(tmp_path) == [8]
 
 
 def test_the_event_log_is_synced_before_a_checkpoint_appears(

@@ -13,7 +13,6 @@ from pretrain.models.build import build_model, pooled_features
 from pretrain.models.image_model import ImageModel
 from pretrain.models.layers.batch_norm import BatchNorm1d, BatchNorm2d
 from pretrain.models.spec import MlpSpec
-from tests.errors import fails
 
 IMAGE, WIDTH = 4, 10
 
@@ -222,11 +221,3 @@ def test_bf16_weights_beside_fp32_statistics_normalize_as_fp32_does(
     assert mixed.running_var is not None and mixed.running_var.dtype == torch.float32
     torch.testing.assert_close(mixed.running_var, exact.running_var)
     torch.testing.assert_close(mixed.eval()(x), exact.eval()(x.float()).bfloat16())
-
-
-def test_batch_norm_refuses_to_be_computed_twice() -> None:
-    model = build_model(
-        MlpSpec(kind="mlp", depth=1, width=4, norm="batch"), num_classes=2, image_size=8
-    )
-    with fails("conflict", "set_grad_checkpointing"):
-        model.set_grad_checkpointing()

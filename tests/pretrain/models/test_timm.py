@@ -110,6 +110,16 @@ def test_checkpointed_blocks_have_the_same_gradients() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "changes"), [("mlp_b6_wi256", {"norm": "batch"}), ("resnet18_32", {})]
+)
+def test_batch_norm_refuses_to_be_computed_twice(name: str, changes: dict[str, str]) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name, **changes)
+    with fails("conflict", "set_grad_checkpointing"):
+        model.set_grad_checkpointing()
+
+
+@pytest.mark.parametrize(
     ("name", "layers"),
     [
         ("mixer_ss_w", ("stem", "blocks.0.token_norm", "blocks.1.token_norm", "head")),

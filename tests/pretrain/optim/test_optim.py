@@ -249,14 +249,14 @@ def test_a_warm_up_begins_where_it_is_told_to() -> None:
     [
         ("5000 steps", 5000),
         ("1 step", 1),
-        ("2 epochs", 20),
-        ("1.5 epochs", 15),
-        ("1_000 samples", 10),
-        ("1001 samples", 11),
+        ("2 epochs", 200),
+        ("1.1 epochs", 110),
+        ("1_000 samples", 2),
+        ("1001 samples", 3),
     ],
 )
 def test_durations_become_steps(text: str, steps: int) -> None:
-    assert parse_length(text).steps(global_batch_size=100, num_samples=1000) == steps
+    assert parse_length(text).steps(global_batch_size=500, num_samples=50_000) == steps
 
 
 def test_what_a_model_excepts_is_not_decayed() -> None:
