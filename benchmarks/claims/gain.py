@@ -21,7 +21,7 @@ def gain(results: pd.DataFrame) -> list[str]:
     default, effect = losses["default"], losses["spectral"] - losses["default"]
     effect_on_error = errors["spectral"] - errors["default"]
     weak = weak_arms(errors["default"]) & weak_arms(errors["spectral"])
-    narrow, middle, _, wide, widest = default
+    narrow, middle, _, wide, widest = widths = sorted(default)
     rise = default[widest] - default[middle]
     on_loss, on_error = (
         f"effect on the {name} at m = " for name in ("training loss", "test error")
@@ -64,7 +64,7 @@ def gain(results: pd.DataFrame) -> list[str]:
             *(with_interval(errors[init, m]) for init in ("default", "spectral")),
             " / ".join(f"{rates[init, m]:g}" for init in ("default", "spectral")),
         ]
-        for m in default
+        for m in widths
     ]
     header = (
         "m",
