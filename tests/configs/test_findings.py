@@ -197,7 +197,7 @@ def test_the_conclusion_about_the_gain(
     rows = {
         (init, f"m{m}"): {"error": 0.14, "train_loss": 0.5 + loss + effect * is_scaled, "width": m}
         for init, is_scaled in (("default", False), ("spectral", True))
-        for m, loss, effect in zip(widths, default, effects, strict=True)
+        for m, loss, effect in zip(widths[::-1], default[::-1], effects[::-1], strict=True)
     }
     assert conclusion in "\n".join(claims("gain").gain(made_up(rows, "init", "width")))
 
