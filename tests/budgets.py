@@ -20,8 +20,8 @@ TARGETS = {
 }
 CEILINGS = {
     "data_prep": 446_800,
-    "pretrain": 637_633,
-    "finetune": 231_120,
+    "pretrain": 637_829,
+    "finetune": 230_973,
     "analysis": 226_200,
     "cluster": 131_462,
     "benchmarks": 175_400,

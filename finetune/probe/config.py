@@ -16,7 +16,7 @@ from pretrain.config import (
     check_schedule,
     parse_length,
 )
-from pretrain.data.datasets import Part, fit_warmup
+from pretrain.data.datasets import Part, check_cooldown, fit_warmup
 
 FeatureType = Literal["float32", "float16"]
 HeadOptimizer = Literal["lion", "sgd", "adamw", "lbfgs"]
@@ -246,11 +246,7 @@ class ProbeSettings(FeatureSettings):
             for each in (f"{epochs} epochs", schedule.warmup, schedule.cooldown)
         )
         warmup = fit_warmup(warmup, num_steps=steps)
-        if warmup + cooldown > steps:
-            asked = f"{warmup} steps of warm-up and {cooldown} of cooldown"
-            problem = f"{asked} exceed the {steps} steps of {epochs} epochs"
-            fix = "set a shorter cooldown, or more epochs"
-            raise UserError("schedule.cooldown", problem, fix, code="conflict")
+        check_cooldown(warmup, cooldown, num_steps=steps, length=f"{epochs} epochs")
         return steps, warmup, cooldown
 
     def check_against(self, manifest: Manifest) -> None:

@@ -508,14 +508,16 @@ def check_against_data(
         )
     warmup = fit_warmup(data.steps(schedule.warmup, global_batch_size=batch), num_steps=steps)
     cooldown = data.steps(schedule.cooldown, global_batch_size=batch)
-    if warmup + cooldown > steps:
-        raise SettingsError(
-            "schedule.cooldown",
-            f"{warmup} steps of warm-up and {cooldown} of cooldown exceed the run's {steps} steps",
-            "set a shorter cooldown",
-            code="conflict",
-        )
+    check_cooldown(warmup, cooldown, num_steps=steps)
     return steps
+
+
+def check_cooldown(warmup: int, cooldown: int, *, num_steps: int, length: str = "the run") -> None:
+    if warmup + cooldown > num_steps:
+        asked = f"{warmup} steps of warm-up and {cooldown} of cooldown"
+        problem = f"{asked} exceed the {num_steps} steps of {length}"
+        fix = "set a shorter cooldown, or train longer"
+        raise SettingsError("schedule.cooldown", problem, fix, code="conflict")
 
 
 def fit_warmup(num_warmup_steps: int, *, num_steps: int) -> int:
