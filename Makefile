@@ -74,10 +74,10 @@ test: .venv/.dev
 	$(MAKE) --no-print-directory -j 2 types tests # types use the cores that are idle while pytest starts
 
 QUICK := "not processes and not slow and not nightly and not soak and not stores and not benchmarks"
-# Runs format, lint, types, imports, and the tests without a mark.
+# Runs format, lint, types, imports, and the tests without a mark. Prints the tests above 3 s: on an idle machine, mark them as slow.
 check: .venv/.dev
 	$(MAKE) --no-print-directory lint types imports
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m $(QUICK)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations 10 --durations-min 3 -m $(QUICK)
 
 # Runs long tests and those with other tools: SLURM on this machine (as root; apt-get install slurm-wlm munge slurmdbd mariadb-server),
 # every page of docs, wheels, compilers.

@@ -19,9 +19,8 @@ os.environ.setdefault(
 
 import signal
 import subprocess
-import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.process import BaseProcess
@@ -48,9 +47,6 @@ Patch, Capture = pytest.MonkeyPatch, pytest.CaptureFixture[str]
 
 FIRST = ("tests/test_repository.py", "tests/slurm/", "tests/faults/", "tests/distributed/")
 """Tests of real runs, in this order."""
-MOST_CPU_S = 3.0
-"""CPU time of a test without a mark. The machine's load does not change it much."""
-MARKS_OF_LONG_TESTS = {"processes", "slow", "nightly", "soak", "stores", "benchmarks", "cuda"}
 
 
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
@@ -77,16 +73,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             (place for place, name in enumerate(FIRST) if item.nodeid.startswith(name)), len(FIRST)
         )
     )
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """Fail a test without a mark that takes long: `make check` runs it after each change."""
-    began_s = time.process_time()
-    yield
-    took_s = time.process_time() - began_s
-    is_marked = not MARKS_OF_LONG_TESTS.isdisjoint(mark.name for mark in item.iter_markers())
-    assert is_marked or took_s < MOST_CPU_S, f"mark it pytest.mark.slow: it took {took_s:.1f} s"
 
 
 def pytest_collection_finish() -> None:
@@ -152,7 +138,7 @@ def no_rank_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
             os.environ[name] = value
     started, _started[:] = list(_started), []
     marks = {mark.name for mark in request.node.iter_markers()}
-    assert not started or marks & (MARKS_OF_LONG_TESTS - {"slow", "soak"}), (
+    assert not started or marks & {"processes", "nightly", "stores", "benchmarks", "cuda"}, (
         f"mark it pytest.mark.processes: it started {started}"
     )
 
