@@ -16,6 +16,7 @@ import pandas as pd
 from claims.clip_art import clip_art
 from claims.decisions import TABLES
 from claims.depth import depth
+from claims.gain import gain
 from claims.locality import locality
 from claims.mlp import mlp
 from claims.scaling import scaling
@@ -27,7 +28,8 @@ from fashion import fit
 from analysis.cli import main as analysis
 
 CLAIMS = {
-    one.__name__: one for one in (width, locality, mlp, depth, sparse, scaling, transfer, clip_art)
+    one.__name__: one
+    for one in (width, locality, mlp, depth, sparse, scaling, gain, transfer, clip_art)
 }
 PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0)
 """Values of scikit-learn's C for logistic regression."""

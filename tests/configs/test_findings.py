@@ -23,9 +23,10 @@ from tests.ranks import REPOSITORY
 
 PAGES = REPOSITORY / "docs/findings"
 POINTS = REPOSITORY / "tests/analysis/points"
-CLAIMS = ("width", "locality", "mlp", "depth", "sparse", "scaling", "transfer", "clip_art")
+CLAIMS = ("width", "locality", "mlp", "depth", "sparse", "scaling", "gain", "transfer", "clip_art")
 ARM_AXES = (
     "shape",
+    "width",
     "arm",
     "labeled",
     "network",
