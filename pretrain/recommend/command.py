@@ -136,10 +136,10 @@ def _build(options: argparse.Namespace, out: Path, *, card: ModelCard | None) ->
         if code := _run(["data_prep", "fetch", str(place)]):
             return code
         settings = CATALOG[str(place)].build_settings() | {"source.labels": options.labels}
-        what, size, reason = "images", settings["image_size"], "the dataset's usual size"
+        number, size, reason = "", settings["image_size"], "the dataset's usual size"
     else:
         pictures = _pictures_in(place, options.labels)
-        what, (size, reason) = f"{pictures.num_pictures:,} images", recipe.image_size(pictures)
+        number, (size, reason) = f"{pictures.num_pictures:,} images, ", recipe.image_size(pictures)
         settings = {
             "source.kind": "folder",
             "source.path": str(place),
@@ -155,7 +155,7 @@ def _build(options: argparse.Namespace, out: Path, *, card: ModelCard | None) ->
     settings["image_size"] = size
     words = [f"{key}={in_yaml(value)}" for key, value in settings.items() if value is not None]
     command = ["data_prep", "build", "--out", str(out), *words]
-    print(f"{place}: {what}, stored at {size} px ({reason})")
+    print(f"{place}: {number}stored at {size} px ({reason})")
     print(f"$ {shlex.join(command)}", flush=True)
     return _run(command)
 
