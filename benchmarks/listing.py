@@ -52,7 +52,6 @@ class Simulated(Source):
         names = [f"{container.path[:9]}_{number}.JPEG" for number in range(PER_CONTAINER)]
         offsets = 512 + 110_000 * np.arange(PER_CONTAINER, dtype=np.int64)
         sizes = np.full(PER_CONTAINER, 109_000, np.int64)
-        assert container.label is not None
         return Entries(names, offsets, sizes, np.full(PER_CONTAINER, container.label, np.int32))
 
     def arrange(self, inventory: Inventory) -> Arrangement:

@@ -121,12 +121,10 @@ class Contestants:
         if timm_mixer(spec, **shapes) is not None:
             self._add("timm", lambda: timm_mixer(spec, **shapes), compiled=options.compile)
 
-    def _add(self, name: str, make: Callable[[], nn.Module | None], *, compiled: str) -> None:
+    def _add(self, name: str, make: Callable[[], nn.Module], *, compiled: str) -> None:
         """Add a model as two contestants: eager and compiled."""
         for is_compiled in (False, True) if compiled != "no" else (False,):
-            model = make()
-            assert model is not None
-            model.to(DEVICE, DTYPE).train()
+            model = make().to(DEVICE, DTYPE).train()
             if is_compiled:
                 torch._dynamo.reset_code_caches()  # otherwise graphs of another contestant are reused
                 for part in model.blocks if compiled == "blocks" else [model]:

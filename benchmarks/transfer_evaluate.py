@@ -16,7 +16,6 @@ of both limits. The benchmark prints this sum.
 
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +28,7 @@ from finetune.evaluate.config import ViewSettings
 from finetune.evaluate.evaluate import answer
 from finetune.split import batches_of
 from pretrain.augment.augmentation import Augmentation, Normalization
-from pretrain.data.reader import ShardReader, open_split
+from pretrain.data.reader import open_split
 from pretrain.models.build import build_model
 from pretrain.models.presets import spec_of
 from pretrain.models.spec import MlpSpec
@@ -53,7 +52,6 @@ def cases(*, on_gpu: bool, quick: bool, is_dry: bool = False) -> list[Case]:
         large, shape = small, {"per_class": 4, "batch": 64, "views": 2}
     elif on_gpu:
         large = spec_of("mlp_b12_wi1024")
-        assert isinstance(large, MlpSpec)
         shape = {"per_class": 400 if quick else 1000, "batch": 2048, "views": 20}
     else:
         large = (
@@ -69,18 +67,10 @@ class Bench:
     def __init__(self, case: Case, world: World, device: torch.device):
         directory = shapes_dataset(IMAGE_SIZE, case.per_class, encoding=case.encoding)
         manifest = load_manifest(directory)
-        self.case, self.world, self.device, self.num_classes = (
-            case,
-            world,
-            device,
-            len(manifest.classes),
-        )
-        self.model = (
-            build_model(case.spec, num_classes=self.num_classes, image_size=IMAGE_SIZE)
-            .to(device)
-            .eval()
-        )
-        self.reader: ShardReader = open_split(directory, manifest, "train")
+        self.case, self.world, self.device = case, world, device
+        sizes = {"num_classes": len(manifest.classes), "image_size": IMAGE_SIZE}
+        self.model = build_model(case.spec, **sizes).to(device).eval()
+        self.reader = open_split(directory, manifest, "train")
         self.augmentation = Augmentation(
             ViewSettings(),
             seed=0,
@@ -102,11 +92,8 @@ class Bench:
         )
 
     def logits(self, images_BCHW: Tensor) -> Tensor:
-        with (
-            torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
-        ):
-            result: Tensor = self.model(images_BCHW)
-        return result
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
+            return self.model(images_BCHW)
 
     def evaluate(self, views: Sequence[int | None]) -> float:
         found = answer(
@@ -117,7 +104,7 @@ class Bench:
             local_batch_size=self.case.batch,
             world=self.world,
         )
-        assert found is not None and len(found) == self.reader.num_samples
+        assert len(found) == self.reader.num_samples
         return float(self.reader.num_samples * len(views))
 
     def loader(self) -> float:

@@ -118,7 +118,6 @@ class PublicWay:
 
     def __init__(self, bench: Bench):
         manifest, backbone = bench.maker.manifest, bench.maker.backbone
-        assert backbone.model is not None
         self.model, self.settings = backbone.model, bench.settings
         reader = open_split(bench.settings.data.dataset, manifest, "train")
         self.images = reader.images(np.arange(reader.num_samples)).to(DEVICE)
