@@ -3,7 +3,7 @@
 The benchmark runs the planning of `data_prep build`: inventory on disk, classes, validation split,
 shuffled order, shards. It reads no images.
 
-    python benchmarks/listing.py [--quick]
+    .venv/bin/python benchmarks/listing.py [--quick]
 
 The output has time and peak memory for 1.4 and 14 million inputs. Only columns on disk grow.
 """
@@ -13,14 +13,11 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from frame import DATA, arguments, commit, machine, sized
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.frame import DATA, arguments, commit, machine, sized
 from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
 from data_prep.build.config import BuildSettings
 from data_prep.build.workplan import prepare

@@ -73,7 +73,7 @@ class Case:
         return repeated(step, times=self.steps, units=self.batch)
 
 
-def cases(*, on_gpu: bool, quick: bool, is_dry: bool = False) -> dict[str, Case]:
+def cases(*, on_gpu: bool, quick: bool, is_dry: bool) -> dict[str, Case]:
     if is_dry:
         smallest = MixerSpec(kind="mixer", patch_size=8, num_channels=32, depth=1)
         return {

@@ -46,7 +46,7 @@ class Case:
     views: int
 
 
-def cases(*, on_gpu: bool, quick: bool, is_dry: bool = False) -> list[Case]:
+def cases(*, on_gpu: bool, quick: bool, is_dry: bool) -> list[Case]:
     small = MlpSpec(kind="mlp", depth=1, width=64)
     if is_dry:
         large, shape = small, {"per_class": 4, "batch": 64, "views": 2}
