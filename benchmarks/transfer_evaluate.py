@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from frame import arguments, keep, rates, ratio, report, sized
+from frame import arguments, keep, rates, ratio, repeated, report, sized
 from images import shapes_dataset
 from torch import Tensor
 
@@ -79,8 +79,8 @@ class Bench:
             device=device,
             dtype=torch.float32,
         )
-        self.prepared = next(iter(self._batches()))
-        self.resident = self.augmentation.plain(self.prepared).images_BCHW.clone()
+        batch = next(iter(self._batches()))
+        self.resident = self.augmentation.plain(batch).images_BCHW.clone()
 
     def _batches(self):
         return batches_of(
@@ -107,35 +107,28 @@ class Bench:
         assert len(found) == self.reader.num_samples
         return float(self.reader.num_samples * len(views))
 
-    def loader(self) -> float:
+    def load(self) -> None:
         for batch in self._batches():
             self.augmentation.plain(batch)
-        self._wait()
-        return float(self.reader.num_samples)
 
     @torch.no_grad()
-    def forward(self) -> float:
-        count = -(-self.reader.num_samples // self.case.batch)
-        for _ in range(count):
-            self.logits(self.resident)
-        self._wait()
-        return float(count * self.case.batch)
+    def forward(self) -> None:
+        self.logits(self.resident)
 
     def passes(self) -> float:
         return sum(self.evaluate([0]) for _ in range(self.case.views))
 
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
 
 def run(case: Case, world: World, device: torch.device, *, rounds: int) -> None:
     bench = Bench(case, world, device)
+    num_samples = bench.reader.num_samples
     one_pass, many = f"{case.views} views, one pass", f"{case.views} passes"
     contestants: dict[str, Callable[[], float]] = {
         "evaluate": lambda: bench.evaluate([None]),
-        "loader, normalized": bench.loader,
-        "forward only": bench.forward,
+        "loader, normalized": repeated(bench.load, units=num_samples),
+        "forward only": repeated(
+            bench.forward, times=-(-num_samples // case.batch), units=case.batch
+        ),
         one_pass: lambda: bench.evaluate(range(case.views)),
         many: bench.passes,
     }
@@ -146,10 +139,7 @@ def run(case: Case, world: World, device: torch.device, *, rounds: int) -> None:
             found["evaluate"], found["loader, normalized"], found["forward only"], strict=True
         )
     ]
-    where = (
-        f"{case.encoding} images of {IMAGE_SIZE} px, {bench.reader.num_samples:,}, batch"
-        f" {case.batch:,}"
-    )
+    where = f"{case.encoding} images of {IMAGE_SIZE} px, {num_samples:,}, batch {case.batch:,}"
     keep(
         {
             f"{case.encoding}, {case.spec.label}: evaluate of forward": ratio(
