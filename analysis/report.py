@@ -15,7 +15,7 @@ from analysis.output import Result, draw_legend, mark
 from data_prep.errors import UserError
 from data_prep.images import decode
 from data_prep.images.lettering import legible
-from data_prep.manifest import load_index, load_manifest
+from data_prep.manifest import Manifest, Shard, load_index, load_manifest
 from finetune.looks import looks
 from finetune.runs import CLASS_MEAN, NOT_STATED, TASKS, Run, runs_below
 
@@ -95,9 +95,12 @@ def accuracy_words(row: Any) -> str:
 
 
 def draw(runs: Sequence[Run], rows: pd.DataFrame) -> Figure:
-    """Draw images of every dataset, then curves of pretraining runs and accuracies of other runs.
-    Evaluations have bars only if all runs are evaluations."""
-    datasets = sorted({run.dataset for run in runs if run.manifest})
+    """Draw images of every local dataset, then curves of pretraining runs and accuracies of other
+    runs. Evaluations have bars only if all runs are evaluations."""
+    known = {run.dataset: run.manifest for run in runs if run.manifest}
+    datasets = sorted(
+        path for path, manifest in known.items() if not first_shard(manifest).is_remote
+    )
     trained = [run for run in runs if run.task == "pretrain"]
     bars = rows[rows.top1.notna() & ~rows.task.isin(["pretrain", "evaluate"])]
     if (rows.task == "evaluate").all():
@@ -112,7 +115,7 @@ def draw(runs: Sequence[Run], rows: pd.DataFrame) -> Figure:
         axes = strip.subplots()
         axes.imshow(first_images(dataset, count=NUM_SAMPLES))
         axes.set_axis_off()
-        classes = len(load_manifest(dataset).classes)
+        classes = len(known[dataset].classes)
         axes.set_title(f"{legible(dataset.name)}: {classes} classes", pad=2)
     if widths:
         panels = strips[-1, 0].subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
@@ -181,12 +184,16 @@ def _legend(splits: set[str], are_unequal: bool, mean: str) -> str:
     return f"{words} (dotted: chance)"
 
 
+def first_shard(manifest: Manifest) -> Shard:
+    split = manifest.splits.get("train") or next(iter(manifest.splits.values()))
+    return split.shards[0]
+
+
 def first_images(directory: Path, *, count: int) -> NDArray[np.uint8]:
     """Return the first images of the first training shard side by side, resized to the dataset's
     image size."""
     manifest = load_manifest(directory)
-    split = manifest.splits.get("train") or next(iter(manifest.splits.values()))
-    shard, size = split.shards[0], manifest.image_size
+    shard, size = first_shard(manifest), manifest.image_size
     images = []
     with open(directory / shard.file, "rb") as file:
         for offset, length, _ in load_index(directory, shard)[:count].tolist():

@@ -6,14 +6,14 @@ k-NN has a row for each k. Unknown values are null.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from analysis.run_rows import rows_of_run
-from cluster.plan_file import Plan
+from cluster.plan_file import Member, Plan
 from data_prep.errors import SettingsError, UserError
 from finetune.runs import NOT_STATED, read_run, runs_below
 
@@ -150,20 +150,12 @@ def results_of_plans(plans: Sequence[Plan], *, partial: bool = False) -> pd.Data
     rows, unfinished = list[dict[str, Any]](), list[str]()
     for plan in plans:
         for stage in (stage for stage in plan.stages if stage.kind in STAGES):
-            undone = [member.index for member in stage.undone()]
-            titles = (stage.title(stage.members[index]) for index in undone)
-            unfinished += [f"{plan.name}: {title}" for title in titles]
+            undone = stage.undone()
+            unfinished += [f"{plan.name}: {stage.title(member)}" for member in undone]
             for member in stage.members:
-                if member.index in undone:
-                    continue
-                about = {"plan": plan.name, "stage": stage.name, "member": member.index}
-                run = read_run(Path(member.work.writes))
-                for repeat in run.result["runs"] if run.is_group else ["."]:
-                    repeated = read_run(run.directory / repeat)
-                    for row in rows_of_run(repeated):
-                        # runs older than the names of axes have no labels
-                        labels = json.loads(row["labels"]) | dict(member.labels)
-                        rows.append(row | about | {"labels": json.dumps(labels)})
+                if member not in undone:
+                    about = {"plan": plan.name, "stage": stage.name, "member": member.index}
+                    rows += [row | about for row in _rows_of_member(member)]
     if unfinished and not partial:
         more = f" and {len(unfinished) - 3} more" if len(unfinished) > 3 else ""
         problem = f"there are unfinished runs: {', '.join(unfinished[:3])}{more}"
@@ -174,6 +166,15 @@ def results_of_plans(plans: Sequence[Plan], *, partial: bool = False) -> pd.Data
     results = as_frame(rows)
     _check_top1(results)
     return results
+
+
+def _rows_of_member(member: Member) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a run, or of its repetitions, with the labels of the member."""
+    run = read_run(Path(member.work.writes))
+    for repetition in run.result["runs"] if run.is_group else ["."]:
+        for row in rows_of_run(read_run(run.directory / repetition)):
+            labels = json.loads(row["labels"]) | dict(member.labels)
+            yield row | {"labels": json.dumps(labels)}
 
 
 def results_below(root: Path) -> pd.DataFrame:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from data_prep.manifest import DatasetError
 from data_prep.settings import flatten, validate
 from finetune.runs import Run, card_of, run_of
 from pretrain.checkpoints.card import ModelCard
@@ -30,14 +29,13 @@ REPEATED = ("seed", "train.seed", "data.fold")
 """Settings that differ between repetitions of one recipe."""
 APART = (
     *(key for key in MAY_CHANGE if key != "train.duration"),
-    *("run_dir", "pretrained", "data.dataset", "features_dir", "seeds", "folds"),
-    *("tracking", "ranks", "peak_teraflops", "num_ranks", "local_batch_size", "feature_batch_size"),
+    *("pretrained", "data.dataset", "folds", "tracking", "num_ranks"),
     *("engine.cuda_graphs", "refit", "chunk_mb"),  # of earlier versions
 )
 """Settings that are not part of a recipe. Instead of paths, a recipe contains the recipe of the
 weights and the hash of the dataset."""
 SCALED = (
-    *("train.duration", "schedule.cooldown", "model.preset", "model.depth", "model.width"),
+    *("train.duration", "schedule.cooldown", "model.depth", "model.width"),
     *("model.num_channels", "model.num_tokens", "model.patch_size", "model.density"),
     *("model.token_hidden", "model.channel_hidden"),
 )
@@ -46,7 +44,6 @@ AUGMENTATIONS = (
     *("crop_scale", "crop_padding", "flip_probability", "auto_augment", "erase_probability"),
     *("mixup_alpha", "cutmix_alpha"),
 )
-OFF = ("", "None", "null", "0", "0.0", "False", "false")
 PUBLIC = re.compile(r"imagenet21_epochs_(\d+)")
 """Names of the checkpoints published by the authors of Scaling MLPs."""
 REAL_LABELS = "top-1, ReaL labels"
@@ -93,7 +90,7 @@ def _about(run: Run, chain: Sequence[Run]) -> dict[str, Any]:
     split = manifest.splits.get(run.split) if manifest else None
     recipes = [_recipe(each) for each in chain]
     repetition = [each.params.get(key, "") for each in chain for key in REPEATED]
-    fold = trained.params.get("data.fold", "")
+    fold = trained.data.get("fold")
     labels = {axis: label for each in chain[::-1] for axis, label in each.record.labels.items()}
     row: dict[str, Any] = {
         "plan": run.record.plan, "stage": run.record.stage, "member": run.record.member,
@@ -102,7 +99,7 @@ def _about(run: Run, chain: Sequence[Run]) -> dict[str, Any]:
         "began_ms": run.began_ms, "model": run.model_name,
         "recipe": _hash(recipes),
         "family": _hash([_kept(flatten(each.settings), *SCALED) for each in chain]),
-        "repetition": json.dumps(repetition), "fold": None if fold in OFF[:3] else fold,
+        "repetition": json.dumps(repetition), "fold": None if fold is None else str(fold),
         "start": _start(run, chain), "target": run.dataset_name,
         "benchmark": run.tags.get("target"),
         "target_hash": manifest.content_hash if manifest else None, "split": run.split,
@@ -176,8 +173,9 @@ def plain_length(length: str) -> str:
 
 def is_augmented(run: Run) -> bool:
     if run.task in ("probe", "knn"):
-        return run.params.get("num_views", "") not in OFF
-    return any(run.params.get(f"augment.{name}", "") not in OFF for name in AUGMENTATIONS)
+        return bool(run.settings.get("num_views"))
+    augment = run.settings.get("augment") or {}
+    return any(augment.get(name) for name in AUGMENTATIONS)
 
 
 def _rows_of_training(run: Run, row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -202,9 +200,9 @@ def _about_training(run: Run, step: int) -> dict[str, Any]:
         for name in ("seed", "global_batch_size", "lr", "weight_decay")
     }
     about |= {"step": step, "optimizer": optimizer.get("name"), "augmented": is_augmented(run)}
-    about |= {
-        "length": plain_length(run.length_at(step)) if step else run.params.get("train.duration")
-    }
+    about["length"] = (
+        plain_length(run.length_at(step)) if step else run.params.get("train.duration")
+    )
     if card is not None:
         about |= about_model(card)
     else:
@@ -223,16 +221,12 @@ def _about_training(run: Run, step: int) -> dict[str, Any]:
 
 def model_words(spec: AnySpec) -> str:
     """Return the model's label, and its settings that are neither defaults nor in the label."""
-    fields = {
-        name: field.default
-        for name, field in type(spec).model_fields.items()
-        if not field.is_required()
-    }
     hidden = [
         f"{name} {getattr(spec, name)}"
-        for name, default in fields.items()
-        if getattr(spec, name) != default
-        and spec.model_copy(update={name: default}).label == spec.label
+        for name, field in type(spec).model_fields.items()
+        if not field.is_required()
+        and getattr(spec, name) != field.default
+        and spec.model_copy(update={name: field.default}).label == spec.label
     ]
     return ", ".join([spec.label, *hidden])
 
@@ -305,7 +299,7 @@ def _data_of(run: Run) -> tuple[int, str] | None:
 def _load_data(settings: str) -> tuple[int, str] | None:
     try:
         data = load_training_data(validate(DataSettings, json.loads(settings)))
-    except (DatasetError, ValueError, OSError) as problem:
+    except (ValueError, OSError) as problem:
         print(f"{problem} Runs with this data get no epochs or curves.", file=sys.stderr)
         return None
     return data.num_samples, data.name

@@ -71,7 +71,7 @@ def fit_cnn(train: Split, test: Split, lr: float, seed: int) -> tuple[float, int
         convolution = nn.Conv2d(inputs, channels, 3, padding=1, bias=False)
         parts += [convolution, nn.MaxPool2d(2), nn.BatchNorm2d(channels), nn.ReLU()]
     model = nn.Sequential(*parts, nn.Flatten(), nn.Linear(64 * 4 * 4, 10))
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # faster
+    model.to(memory_format=torch.channels_last)  # faster
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)
     batches = [b for _ in range(EPOCHS) for b in torch.split(torch.randperm(len(train[0])), BATCH)]
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, len(batches), pct_start=0.05)
@@ -169,7 +169,6 @@ def train() -> None:
 
 def facts_of(run: Run) -> tuple[Any, ...]:
     card = card_of(run.directory)
-    assert card is not None
     name = f"{run.name.partition('-')[0]} ({card.model.label.removeprefix('Mixer ')})"
     size = cost_of(card.model, num_classes=10, image_size=32).num_parameters
     return name, run.settings["train"]["seed"], run.top1, size

@@ -109,6 +109,23 @@ def rates(
     return found
 
 
+def repeated(
+    work: Callable[[], object], *, times: int = 1, units: float = 1.0
+) -> Callable[[], float]:
+    """Return a contestant that runs `work` `times` times, waits for the GPU, and returns the number
+    of units: `times` x `units`."""
+    import torch
+
+    def run() -> float:
+        for _ in range(times):
+            work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return times * units
+
+    return run
+
+
 def ratio(found: Rates, name: str, against: str) -> float:
     """Return the median over rounds of `name`'s rate divided by `against`'s rate."""
     return statistics.median(a / b for a, b in zip(found[name], found[against], strict=True))

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from frame import keep, print_table, rates, ratio
+from frame import keep, print_table, rates, ratio, repeated
 from models_peers import plain, products_of, step_flops
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from train import Case, augmentation_for, engine_of, repeated
+from train import Case, augmentation_for, engine_of
 
 from pretrain.augment.augmentation import Normalization, Prepared
 from pretrain.data.loader import Batch
@@ -95,21 +95,15 @@ def main() -> None:
         prepared = augmentation.prepare(batch) if options.augment else resident
         engine.train_step([prepared], lr=1e-5)
 
-    def products() -> float:
-        for _ in range(times):
-            torch.mm(left, right)
-        if on_gpu:
-            torch.cuda.synchronize()
-        return times * 2 * side**3
-
-    found = rates({STEP: repeated(case, step), PRODUCT: products}, rounds=options.rounds)
+    products = repeated(lambda: torch.mm(left, right), times=times, units=2 * side**3)
+    found = rates({STEP: case.steps_of(step), PRODUCT: products}, rounds=options.rounds)
     model_products = products_of(plain(spec, **shapes), torch.zeros(1, 3, size, size))
     flops = step_flops(model_products)
     images_per_s, product_rate = (statistics.median(found[name]) for name in (STEP, PRODUCT))
     with profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     ) as recorded:
-        repeated(case, step, times=options.steps)()
+        repeated(step, times=options.steps)()
     kernels = [
         (event.time_range.start, event.time_range.end)
         for event in recorded.events() or ()

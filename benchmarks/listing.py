@@ -3,7 +3,7 @@
 The benchmark runs the planning of `data_prep build`: inventory on disk, classes, validation split,
 shuffled order, shards. It reads no images.
 
-    python benchmarks/listing.py [--quick]
+    .venv/bin/python benchmarks/listing.py [--quick]
 
 The output has time and peak memory for 1.4 and 14 million inputs. Only columns on disk grow.
 """
@@ -13,14 +13,11 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from frame import DATA, arguments, commit, machine, sized
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.frame import DATA, arguments, commit, machine, sized
 from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
 from data_prep.build.config import BuildSettings
 from data_prep.build.workplan import prepare
@@ -52,7 +49,6 @@ class Simulated(Source):
         names = [f"{container.path[:9]}_{number}.JPEG" for number in range(PER_CONTAINER)]
         offsets = 512 + 110_000 * np.arange(PER_CONTAINER, dtype=np.int64)
         sizes = np.full(PER_CONTAINER, 109_000, np.int64)
-        assert container.label is not None
         return Entries(names, offsets, sizes, np.full(PER_CONTAINER, container.label, np.int32))
 
     def arrange(self, inventory: Inventory) -> Arrangement:

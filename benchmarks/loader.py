@@ -128,10 +128,8 @@ def show(kind: str, task: Task, found: Rates, *, rounds: int) -> None:
 def main() -> None:
     options = arguments(__doc__ or "")
     os.environ.update({"LITDATA_DISABLE_VERSION_CHECK": "1", "TOKENIZERS_PARALLELISM": "false"})
-    rounds, seconds = (
-        sized(options, full=5, quick=2, dry=1),
-        sized(options, full=1.0, quick=0.5, dry=0.01),
-    )
+    rounds = sized(options, full=5, quick=2, dry=1)
+    seconds = sized(options, full=1.0, quick=0.5, dry=0.01)
     for kind, (task, few) in tasks(options).items():
         measure(kind, task, few, rounds=rounds, seconds=seconds)
 

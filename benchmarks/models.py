@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from frame import Rates, add_sizes, keep, print_table, rates, ratio, sized
+from frame import Rates, add_sizes, keep, print_table, rates, ratio, repeated, sized
 from models_peers import Product, bare_products, plain, products_of, timm_mixer
 from torch import Tensor, nn
 
@@ -40,6 +40,8 @@ PRODUCTS, LIMIT = "products", "products, 8"
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+TIMES = 10 if ON_GPU else 1
+"""Number of steps of a contestant in each round."""
 
 
 @dataclass(frozen=True)
@@ -91,20 +93,6 @@ def kept_bytes(model: nn.Module, images: Tensor) -> int:
     return sum(sizes.values())
 
 
-def repeated(run: Callable[[], None]) -> Callable[[], float]:
-    """Return a function that runs steps repeatedly and returns their number."""
-    times = 10 if ON_GPU else 1
-
-    def steps() -> float:
-        for _ in range(times):
-            run()
-        if ON_GPU:
-            torch.cuda.synchronize()
-        return times
-
-    return steps
-
-
 class Contestants:
     def __init__(self, name: str, options: argparse.Namespace, *, batch: int):
         spec, size = spec_of(name), preset(name).image_size
@@ -120,8 +108,8 @@ class Contestants:
             Product(each.rows, aligned(each.inputs), aligned(each.outputs)) for each in products
         ]
         self.steps = {
-            PRODUCTS: repeated(bare_products(products, like=self.images)),
-            LIMIT: repeated(bare_products(filled, like=self.images)),
+            PRODUCTS: repeated(bare_products(products, like=self.images), times=TIMES),
+            LIMIT: repeated(bare_products(filled, like=self.images), times=TIMES),
         }
         self._add("plain", lambda: plain(spec, **shapes), compiled="no")
         self._add("ours", lambda: build_model(spec, **shapes, seed=0), compiled=options.compile)
@@ -133,12 +121,10 @@ class Contestants:
         if timm_mixer(spec, **shapes) is not None:
             self._add("timm", lambda: timm_mixer(spec, **shapes), compiled=options.compile)
 
-    def _add(self, name: str, make: Callable[[], nn.Module | None], *, compiled: str) -> None:
+    def _add(self, name: str, make: Callable[[], nn.Module], *, compiled: str) -> None:
         """Add a model as two contestants: eager and compiled."""
         for is_compiled in (False, True) if compiled != "no" else (False,):
-            model = make()
-            assert model is not None
-            model.to(DEVICE, DTYPE).train()
+            model = make().to(DEVICE, DTYPE).train()
             if is_compiled:
                 torch._dynamo.reset_code_caches()  # otherwise graphs of another contestant are reused
                 for part in model.blocks if compiled == "blocks" else [model]:
@@ -146,7 +132,7 @@ class Contestants:
             label = f"{name}, compiled" if is_compiled else name
             step(model, self.images)
             self.kept[label] = kept_bytes(model, self.images)
-            self.steps[label] = repeated(lambda model=model: step(model, self.images))
+            self.steps[label] = repeated(lambda model=model: step(model, self.images), times=TIMES)
 
 
 def show(name: str, found: Rates, kept: dict[str, int], options: argparse.Namespace) -> None:

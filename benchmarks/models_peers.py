@@ -49,8 +49,7 @@ class PlainMlp(nn.Module):
         x = self.stem(x.flatten(1))
         for norm, layer in zip(self.norms, self.layers, strict=True):
             x = x + layer(norm(x)) if self.has_skip else layer(norm(x))
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 class PlainMixerBlock(nn.Module):
@@ -69,26 +68,20 @@ class PlainMixerBlock(nn.Module):
         self.skip_norm = nn.LayerNorm(channels)
         self.norms = nn.ModuleList(nn.LayerNorm(channels) for _ in range(2))
         if spec.layers_per_mixing == 1:
-            self.tokens, self.channels = (
-                one_layer(num_inputs, num_tokens),
-                one_layer(channels, channels),
-            )
+            self.tokens = one_layer(num_inputs, num_tokens)
+            self.channels = one_layer(channels, channels)
         else:
             token_hidden, channel_hidden = spec.hidden_sizes(num_tokens=num_tokens)
-            self.tokens, self.channels = (
-                two_layers(num_tokens, token_hidden),
-                two_layers(channels, channel_hidden),
-            )
+            self.tokens = two_layers(num_tokens, token_hidden)
+            self.channels = two_layers(channels, channel_hidden)
         sizes = (num_inputs, num_tokens, num_tokens, num_tokens) if is_permuted else ()
         for number, size in enumerate(sizes):
             self.register_buffer(f"permutation{number}", torch.randperm(size * channels))
         self.is_permuted = is_permuted
 
     def mix(self, x_BSC: Tensor, layer: nn.Module, *, first: int, copies: int) -> Tensor:
-        before, after = (
-            getattr(self, f"permutation{first}"),
-            getattr(self, f"permutation{first + 1}"),
-        )
+        before = getattr(self, f"permutation{first}")
+        after = getattr(self, f"permutation{first + 1}")
         parts = x_BSC.flatten(1)[:, before].reshape(len(x_BSC), copies, -1)
         return layer(parts).flatten(1)[:, after].reshape(len(x_BSC), -1, x_BSC.shape[-1])
 
@@ -113,8 +106,8 @@ class PlainMixerBlock(nn.Module):
 class PlainMixer(nn.Module):
     def __init__(self, spec: MixerSpec, *, num_classes: int, image_size: int):
         super().__init__()
-        self.patch, patches, tokens = (
-            spec.patch_size,
+        self.patch = spec.patch_size
+        patches, tokens = (
             spec.num_patches(image_size=image_size),
             spec.tokens(image_size=image_size),
         )
@@ -136,8 +129,7 @@ class PlainMixer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         patches = nn.functional.unfold(x, self.patch, stride=self.patch).transpose(1, 2)
-        logits: Tensor = self.head(self.norm(self.blocks(self.stem(patches))).mean(dim=1))
-        return logits
+        return self.head(self.norm(self.blocks(self.stem(patches))).mean(dim=1))
 
 
 def timm_mixer(spec: AnySpec, *, num_classes: int, image_size: int) -> nn.Module | None:
@@ -147,9 +139,8 @@ def timm_mixer(spec: AnySpec, *, num_classes: int, image_size: int) -> nn.Module
     if not can or spec.permuted_blocks:
         return None
     hidden = spec.hidden_sizes(num_tokens=spec.tokens(image_size=image_size))
-    ratios = tuple(
-        (size + 0.5) / spec.num_channels for size in hidden
-    )  # timm truncates ratio x channels
+    # timm truncates ratio x channels
+    ratios = tuple((size + 0.5) / spec.num_channels for size in hidden)
     model = MlpMixer(
         num_classes=num_classes,
         img_size=image_size,
@@ -182,11 +173,9 @@ def products_of(model: nn.Module, images: Tensor) -> list[Product]:
     """Run a forward pass, and return the shapes of its products in order."""
     found: list[Product] = []
 
-    def note(layer: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> None:
-        assert isinstance(layer, nn.Linear)
-        rows = (
-            inputs[0].numel() // inputs[0].shape[-1]
-        )  # not in_features, because inputs can be padded
+    def note(layer: nn.Linear, inputs: tuple[Tensor, ...], _output: Tensor) -> None:
+        # not in_features, because inputs can be padded
+        rows = inputs[0].numel() // inputs[0].shape[-1]
         found.append(Product(rows, layer.in_features, layer.out_features))
 
     hooks = [

@@ -150,7 +150,6 @@ class Server:
 
     def ask(self, do: str, task: Task, **words: Any) -> Answer:
         self.ready()
-        assert self.process.stdin is not None
         print(
             json.dumps({"do": do, "task": asdict(task), "words": words}),
             file=self.process.stdin,
@@ -164,7 +163,6 @@ class Server:
         self._log.close()
 
     def _read(self) -> Answer:
-        assert self.process.stdout is not None
         patience = Timer(PATIENCE_S, os.killpg, (self.process.pid, signal.SIGKILL))
         patience.start()
         try:
@@ -175,5 +173,4 @@ class Server:
             self._log.seek(0)
             reason = self._log.read().strip().splitlines() or [f"no answer in {PATIENCE_S:.0f} s"]
             raise PeerError(reason[-1][-200:])
-        answer: Answer = json.loads(line)
-        return answer
+        return json.loads(line)

@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -97,7 +97,6 @@ def link(root: Path) -> Iterator[str]:
     """Serve a directory over HTTP, and yield the URL."""
     command = [sys.executable, str(HERE / "stores_link.py"), str(root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
         try:
             yield f"http://127.0.0.1:{int(server.stdout.readline())}"
         finally:
@@ -105,8 +104,7 @@ def link(root: Path) -> Iterator[str]:
 
 
 def measure(title: str, passes: dict[str, Pass], *, rounds: int) -> dict[str, list[float]]:
-    contestants: dict[str, Callable[[], float | tuple[float, float]]] = {**passes}
-    found = rates(contestants, rounds=rounds, warm_ups=0, peers=PEERS)
+    found = rates(passes, rounds=rounds, warm_ups=0, peers=PEERS)
     columns = ("", "images/s", "of the link", "moved", "requests", "first batch s", "server CPU")
     rows = [passes[name].row(statistics.median(values)) for name, values in found.items()]
     print_table(title, columns, rows)

@@ -22,12 +22,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 import torch
-from frame import add_sizes, keep, rates, ratio, report, sized
+from frame import add_sizes, keep, rates, ratio, repeated, report, sized
 from images import shapes_dataset
 from models_peers import bare_products, plain, products_of, step_flops
 from train_peers import ddp_step, public_step
@@ -68,8 +68,12 @@ class Case:
     num_classes: int | None = None
     """Number of classes of the head (default: from the dataset)."""
 
+    def steps_of(self, step: Callable[[], object]) -> Callable[[], float]:
+        """Return a contestant that takes `steps` steps and returns the number of images."""
+        return repeated(step, times=self.steps, units=self.batch)
 
-def cases(*, on_gpu: bool, quick: bool, is_dry: bool = False) -> dict[str, Case]:
+
+def cases(*, on_gpu: bool, quick: bool, is_dry: bool) -> dict[str, Case]:
     if is_dry:
         smallest = MixerSpec(kind="mixer", patch_size=8, num_channels=32, depth=1)
         return {
@@ -111,8 +115,12 @@ class Bench:
         """Train from shards with a new loader, because an open loader slows other contestants. The
         clock starts after some steps, with as many batches ready as when it stops."""
         with Feed(self.batches(finish_for(self.augmentation)), self.augmentation) as feed:
-            run = repeated(self.case, lambda: self.step(next(feed).prepared))
-            repeated(self.case, lambda: self.step(next(feed).prepared), times=AHEAD + NUM_AHEAD)()
+
+            def step() -> None:
+                self.step(next(feed).prepared)
+
+            run = self.case.steps_of(step)
+            repeated(step, times=AHEAD + NUM_AHEAD)()
             began_s = time.perf_counter()
             return run(), time.perf_counter() - began_s
 
@@ -136,29 +144,20 @@ class Bench:
                 assert sha256_of(part.tar(shard)) == shard.sha256
 
 
-def repeated(case: Case, step: Callable[[], object], *, times: int = 0) -> Callable[[], float]:
-    """Return a function that takes `times` steps (default: `case.steps`) and returns the number of
-    images."""
-    times = times or case.steps
-
-    def run() -> float:
-        for _ in range(times):
-            step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return float(times * case.batch)
-
-    return run
-
-
 def batches_of(
     reader: ShardReader, plan: BatchPlan, finish: Callable[[Batch], T], *, pin: bool
 ) -> Batches[T]:
-    order, kind = (
+    return training_batches(
+        reader,
         Order(reader.num_samples, 1),
-        {"rank": 0, "consumed": 0, "num_threads": NUM_THREADS, "prefetch": AHEAD},
+        plan,
+        rank=0,
+        consumed=0,
+        num_threads=NUM_THREADS,
+        prefetch=AHEAD,
+        pin=pin,
+        finish=finish,
     )
-    return training_batches(reader, order, plan, **kind, pin=pin, finish=finish)
 
 
 def arguments() -> argparse.Namespace:
@@ -183,15 +182,12 @@ def run(name: str, case: Case, world: World, device: torch.device, *, rounds: in
     bench = prepare(case, world, device)
     unsharded = engine_of(case, world, device, num_classes=bench.num_classes, stage=0)
     engine, prepared = bench.engine, bench.prepared
-    like = torch.empty(
-        0, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32
-    )
     shapes = {"num_classes": bench.num_classes, "image_size": case.image_size}
     with torch.device("cpu"):
         products = products_of(
             plain(case.spec, **shapes), torch.zeros(1, 3, case.image_size, case.image_size)
         )
-    products = [type(each)(each.rows * case.batch, each.inputs, each.outputs) for each in products]
+    products = [replace(each, rows=each.rows * case.batch) for each in products]
     peer = shapes | {"label_smoothing": LABEL_SMOOTHING, "device": device}
     ddp, public = ddp_step(case.spec, **peer), public_step(case.spec, **peer)
     tuning = tuning_engine(case, world, device, num_classes=bench.num_classes)
@@ -199,15 +195,15 @@ def run(name: str, case: Case, world: World, device: torch.device, *, rounds: in
         {
             "from shards": bench.from_shards,
             "from shards, hashed": bench.from_shards_hashed,
-            "resident, augmented": repeated(
-                case, lambda: bench.step(bench.augmentation.prepare(bench.stored))
+            "resident, augmented": case.steps_of(
+                lambda: bench.step(bench.augmentation.prepare(bench.stored))
             ),
-            "resident": repeated(case, lambda: bench.step(prepared)),
-            "resident, ZeRO 0": repeated(case, lambda: unsharded.train_step([prepared], lr=1e-5)),
-            "plain DDP": repeated(case, partial(ddp, prepared)),
-            "tuning": repeated(case, lambda: tuning.train_step([prepared], lr=1e-5)),
-            "public step": repeated(case, partial(public, prepared)),
-            "matmul limit": repeated(case, bare_products(products, like=like)),
+            "resident": case.steps_of(lambda: bench.step(prepared)),
+            "resident, ZeRO 0": case.steps_of(lambda: unsharded.train_step([prepared], lr=1e-5)),
+            "plain DDP": case.steps_of(partial(ddp, prepared)),
+            "tuning": case.steps_of(lambda: tuning.train_step([prepared], lr=1e-5)),
+            "public step": case.steps_of(partial(public, prepared)),
+            "matmul limit": case.steps_of(bare_products(products, like=prepared.images_BCHW)),
         },
         rounds=rounds,
     )
@@ -298,10 +294,8 @@ def augmentation_for(
 def prepare(case: Case, world: World, device: torch.device) -> Bench:
     directory = shapes_dataset(case.image_size, case.per_class)
     manifest = load_manifest(directory)
-    plan, num_classes = (
-        BatchPlan(case.batch, case.batch, 1),
-        case.num_classes or len(manifest.classes),
-    )
+    plan = BatchPlan(case.batch, case.batch, 1)
+    num_classes = case.num_classes or len(manifest.classes)
     engine = engine_of(case, world, device, num_classes=num_classes, stage=1)
     normalization = Normalization(manifest.channel_mean, manifest.channel_std)
     augmentation = augmentation_for(engine, case.image_size, normalization)

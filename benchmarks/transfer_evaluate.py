@@ -16,11 +16,10 @@ of both limits. The benchmark prints this sum.
 
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from frame import arguments, keep, rates, ratio, report, sized
+from frame import arguments, keep, rates, ratio, repeated, report, sized
 from images import shapes_dataset
 from torch import Tensor
 
@@ -29,7 +28,7 @@ from finetune.evaluate.config import ViewSettings
 from finetune.evaluate.evaluate import answer
 from finetune.split import batches_of
 from pretrain.augment.augmentation import Augmentation, Normalization
-from pretrain.data.reader import ShardReader, open_split
+from pretrain.data.reader import open_split
 from pretrain.models.build import build_model
 from pretrain.models.presets import spec_of
 from pretrain.models.spec import MlpSpec
@@ -47,13 +46,12 @@ class Case:
     views: int
 
 
-def cases(*, on_gpu: bool, quick: bool, is_dry: bool = False) -> list[Case]:
+def cases(*, on_gpu: bool, quick: bool, is_dry: bool) -> list[Case]:
     small = MlpSpec(kind="mlp", depth=1, width=64)
     if is_dry:
         large, shape = small, {"per_class": 4, "batch": 64, "views": 2}
     elif on_gpu:
         large = spec_of("mlp_b12_wi1024")
-        assert isinstance(large, MlpSpec)
         shape = {"per_class": 400 if quick else 1000, "batch": 2048, "views": 20}
     else:
         large = (
@@ -69,18 +67,10 @@ class Bench:
     def __init__(self, case: Case, world: World, device: torch.device):
         directory = shapes_dataset(IMAGE_SIZE, case.per_class, encoding=case.encoding)
         manifest = load_manifest(directory)
-        self.case, self.world, self.device, self.num_classes = (
-            case,
-            world,
-            device,
-            len(manifest.classes),
-        )
-        self.model = (
-            build_model(case.spec, num_classes=self.num_classes, image_size=IMAGE_SIZE)
-            .to(device)
-            .eval()
-        )
-        self.reader: ShardReader = open_split(directory, manifest, "train")
+        self.case, self.world, self.device = case, world, device
+        sizes = {"num_classes": len(manifest.classes), "image_size": IMAGE_SIZE}
+        self.model = build_model(case.spec, **sizes).to(device).eval()
+        self.reader = open_split(directory, manifest, "train")
         self.augmentation = Augmentation(
             ViewSettings(),
             seed=0,
@@ -89,8 +79,8 @@ class Bench:
             device=device,
             dtype=torch.float32,
         )
-        self.prepared = next(iter(self._batches()))
-        self.resident = self.augmentation.plain(self.prepared).images_BCHW.clone()
+        batch = next(iter(self._batches()))
+        self.resident = self.augmentation.plain(batch).images_BCHW.clone()
 
     def _batches(self):
         return batches_of(
@@ -102,11 +92,8 @@ class Bench:
         )
 
     def logits(self, images_BCHW: Tensor) -> Tensor:
-        with (
-            torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
-        ):
-            result: Tensor = self.model(images_BCHW)
-        return result
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
+            return self.model(images_BCHW)
 
     def evaluate(self, views: Sequence[int | None]) -> float:
         found = answer(
@@ -117,38 +104,31 @@ class Bench:
             local_batch_size=self.case.batch,
             world=self.world,
         )
-        assert found is not None and len(found) == self.reader.num_samples
+        assert len(found) == self.reader.num_samples
         return float(self.reader.num_samples * len(views))
 
-    def loader(self) -> float:
+    def load(self) -> None:
         for batch in self._batches():
             self.augmentation.plain(batch)
-        self._wait()
-        return float(self.reader.num_samples)
 
     @torch.no_grad()
-    def forward(self) -> float:
-        count = -(-self.reader.num_samples // self.case.batch)
-        for _ in range(count):
-            self.logits(self.resident)
-        self._wait()
-        return float(count * self.case.batch)
+    def forward(self) -> None:
+        self.logits(self.resident)
 
     def passes(self) -> float:
         return sum(self.evaluate([0]) for _ in range(self.case.views))
 
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
 
 def run(case: Case, world: World, device: torch.device, *, rounds: int) -> None:
     bench = Bench(case, world, device)
+    num_samples = bench.reader.num_samples
     one_pass, many = f"{case.views} views, one pass", f"{case.views} passes"
     contestants: dict[str, Callable[[], float]] = {
         "evaluate": lambda: bench.evaluate([None]),
-        "loader, normalized": bench.loader,
-        "forward only": bench.forward,
+        "loader, normalized": repeated(bench.load, units=num_samples),
+        "forward only": repeated(
+            bench.forward, times=-(-num_samples // case.batch), units=case.batch
+        ),
         one_pass: lambda: bench.evaluate(range(case.views)),
         many: bench.passes,
     }
@@ -159,10 +139,7 @@ def run(case: Case, world: World, device: torch.device, *, rounds: int) -> None:
             found["evaluate"], found["loader, normalized"], found["forward only"], strict=True
         )
     ]
-    where = (
-        f"{case.encoding} images of {IMAGE_SIZE} px, {bench.reader.num_samples:,}, batch"
-        f" {case.batch:,}"
-    )
+    where = f"{case.encoding} images of {IMAGE_SIZE} px, {num_samples:,}, batch {case.batch:,}"
     keep(
         {
             f"{case.encoding}, {case.spec.label}: evaluate of forward": ratio(

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from frame import arguments, keep, print_table, rates, ratio, report, sized
+from frame import arguments, keep, print_table, rates, ratio, repeated, report, sized
 from images import shapes_dataset
 from torch import Tensor
 
@@ -118,7 +118,6 @@ class PublicWay:
 
     def __init__(self, bench: Bench):
         manifest, backbone = bench.maker.manifest, bench.maker.backbone
-        assert backbone.model is not None
         self.model, self.settings = backbone.model, bench.settings
         reader = open_split(bench.settings.data.dataset, manifest, "train")
         self.images = reader.images(np.arange(reader.num_samples)).to(DEVICE)
@@ -161,29 +160,18 @@ class PublicWay:
         return head
 
 
-def done(work: Callable[[], object], units: float = 1.0) -> Callable[[], float]:
-    """Return a contestant that runs `work` and waits until the device is idle."""
-
-    def run() -> float:
-        work()
-        if ON_GPU:
-            torch.cuda.synchronize()
-        return units
-
-    return run
-
-
 def against_the_public_way(bench: Bench, *, rounds: int) -> float:
     """Return the seconds for features."""
     cell, public, table = Candidate(LR, 0.0, EPOCHS), PublicWay(bench), bench.features()
     per_round = EPOCHS // (rounds + 1)  # with the warm-up, EPOCHS at most
     found = rates(
         {
-            "features": done(bench.compute_features),
-            "ours": done(
-                lambda: bench.heads(bench.compute_features(), [cell], num_classes=CLASSES), EPOCHS
+            "features": repeated(bench.compute_features),
+            "ours": repeated(
+                lambda: bench.heads(bench.compute_features(), [cell], num_classes=CLASSES),
+                units=EPOCHS,
             ),
-            "public way": done(lambda: [public.run_epoch() for _ in range(per_round)], per_round),
+            "public way": repeated(public.run_epoch, times=per_round),
         },
         rounds=rounds,
     )
@@ -217,17 +205,15 @@ def against_the_public_way(bench: Bench, *, rounds: int) -> float:
 def features_against_forward(bench: Bench, *, rounds: int) -> None:
     size, count = bench.maker.backbone.image_size, bench.maker.batch_size
     images, num = torch.randn(count, 3, size, size, device=DEVICE), len(bench.features().labels_N)
-    times = max(1, num // count)
-
-    def forward() -> None:
-        for _ in range(times):
-            bench.maker.backbone.extract(images)
-
     with torch.no_grad():
         found = rates(
             {
-                "forward pass": done(forward, times * count),
-                "features": done(bench.compute_features, num),
+                "forward pass": repeated(
+                    lambda: bench.maker.backbone.extract(images),
+                    times=max(1, num // count),
+                    units=count,
+                ),
+                "features": repeated(bench.compute_features, units=num),
             },
             rounds=rounds,
         )
@@ -247,7 +233,7 @@ def grid_against_one(bench: Bench, features_s: float, *, rounds: int) -> None:
     assert len(grid) == 25
 
     def heads(size: int, num_classes: int) -> Callable[[], float]:
-        return done(lambda: bench.heads(table, grid[:size], num_classes=num_classes))
+        return repeated(lambda: bench.heads(table, grid[:size], num_classes=num_classes))
 
     for num_classes in (10, 100):
         cells = {"one": heads(1, num_classes), "25": heads(25, num_classes)}

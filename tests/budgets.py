@@ -22,10 +22,10 @@ CEILINGS = {
     "data_prep": 446_800,
     "pretrain": 637_829,
     "finetune": 230_973,
-    "analysis": 226_200,
+    "analysis": 226_080,
     "cluster": 131_462,
-    "benchmarks": 175_400,
-    "tests": 1_472_300,
+    "benchmarks": 173_950,
+    "tests": 1_472_250,
 }
 
 

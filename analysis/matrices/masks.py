@@ -30,7 +30,7 @@ def masks(tokens: int, channels: int, *, seed: int) -> Result:
     return Result(rows, facts, {"": figure})
 
 
-def masks_of(tokens: int, channels: int, *, seed: int = 0) -> dict[str, Mask]:
+def masks_of(tokens: int, channels: int, *, seed: int) -> dict[str, Mask]:
     """Return {name: mask}. A SW-MLP layer has on average (C S^2 + C^2 S) / 2 connections, the mean
     of both mixings."""
     generator = np.random.default_rng(seed)

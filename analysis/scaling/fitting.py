@@ -51,14 +51,11 @@ class Term:
         """Return u, and its derivative with respect to the parameter inside u."""
         x_N = points[self.variable]
         if self.within == "repeats":
-            x_N, again_N = (
-                x_N * np.minimum(points["epochs"], 1),
-                np.maximum(points["epochs"] - 1, 0),
-            )
+            x_N = x_N * np.minimum(points["epochs"], 1)
+            again_N = np.maximum(points["epochs"] - 1, 0)
             left_BN = np.exp(-again_N / value_B1)
-            return x_N * (1 + value_B1 * (1 - left_BN)), x_N * (
-                1 - left_BN - left_BN * again_N / value_B1
-            )
+            slope_BN = x_N * (1 - left_BN - left_BN * again_N / value_B1)
+            return x_N * (1 + value_B1 * (1 - left_BN)), slope_BN
         return x_N + value_B1, np.ones_like(x_N)
 
 
@@ -78,8 +75,12 @@ class Law:
         return [term.factor for term in self.terms] + [FLOOR] * self.floor
 
     @property
+    def names(self) -> list[str]:
+        return [*self.linear, *self.shape]
+
+    @property
     def num_parameters(self) -> int:
-        return len(self.shape) + len(self.linear)
+        return len(self.names)
 
     @cached_property
     def bounds(self) -> Array:
@@ -89,10 +90,8 @@ class Law:
         """Return the least-squares columns (B, K, N) and their derivatives with respect to the
         shape (B, Q, K, N)."""
         names, size = list(self.shape), (len(self.linear), len(points[self.terms[0].variable]))
-        columns_BKN, slopes_BQKN = (
-            np.ones((len(shape_BQ), *size)),
-            np.zeros((*shape_BQ.shape, *size)),
-        )
+        columns_BKN = np.ones((len(shape_BQ), *size))
+        slopes_BQKN = np.zeros((*shape_BQ.shape, *size))
         for column, term in enumerate(self.terms):
             exponent = names.index(term.exponent)
             inner_B1 = shape_BQ[:, [names.index(term.name)]] if term.within else np.zeros((1, 1))
@@ -101,9 +100,8 @@ class Law:
             columns_BKN[:, column] = power_BN = np.exp(-alpha_B1 * log_BN)
             slopes_BQKN[:, exponent, column] = -log_BN * power_BN
             if term.within:
-                slopes_BQKN[:, names.index(term.name), column] = (
-                    -alpha_B1 * power_BN / u_BN * slope_BN
-                )
+                inner = names.index(term.name)
+                slopes_BQKN[:, inner, column] = -alpha_B1 * power_BN / u_BN * slope_BN
         return columns_BKN, slopes_BQKN
 
 
@@ -119,19 +117,13 @@ class Fit:
 
     @cached_property
     def parameters(self) -> dict[str, Array]:
-        found = dict(
-            zip(
-                [*self.law.linear, *self.law.shape],
-                np.hstack([self.linear_BK, self.shape_BQ]).T,
-                strict=True,
-            )
-        )
+        values = np.hstack([self.linear_BK, self.shape_BQ]).T
+        found = dict(zip(self.law.names, values, strict=True))
         for term in self.law.terms:
-            found[term.factor] = (
-                found[term.factor] * self.units[term.variable] ** found[term.exponent]
-            )
+            unit = self.units[term.variable]
+            found[term.factor] = found[term.factor] * unit ** found[term.exponent]
             if term.within == "offset":
-                found[term.name] = found[term.name] * self.units[term.variable]
+                found[term.name] = found[term.name] * unit
         return found
 
     @property
@@ -140,13 +132,7 @@ class Fit:
         E_inf: 0)."""
         low, high = self.law.bounds
         shape = (self.shape_BQ <= low) | (self.shape_BQ >= high)
-        return dict(
-            zip(
-                [*self.law.linear, *self.law.shape],
-                np.hstack([self.linear_BK <= 0, shape]).T,
-                strict=True,
-            )
-        )
+        return dict(zip(self.law.names, np.hstack([self.linear_BK <= 0, shape]).T, strict=True))
 
     def predict(self, points: Points) -> Array:
         columns_BKN, _ = self.law.columns(_scaled(points, self.units), self.shape_BQ)
@@ -157,9 +143,8 @@ def fit(law: Law, points: Points, errors_BN: Array) -> Fit:
     """Fit the law to each set of errors. Each fit starts from its best point among the grid points
     that `_good_places` chooses for the first set."""
     errors_BN = np.atleast_2d(errors_BN)
-    units = {
-        term.variable: float(np.exp(np.log(points[term.variable]).mean())) for term in law.terms
-    }
+    variables = [term.variable for term in law.terms]
+    units = {name: float(np.exp(np.log(points[name]).mean())) for name in variables}
     scaled = _scaled(points, units)
     grid_BQ = _good_places(law, scaled, errors_BN[:1])
     columns_GKN, _ = law.columns(scaled, grid_BQ)
@@ -217,11 +202,8 @@ def _polish(law: Law, points: Points, errors_BN: Array, shape_BQ: Array) -> tupl
     """Take Levenberg-Marquardt steps of the shape, with the factors projected out (Kaufman).
     Converged fits leave the batch."""
     low, high = law.bounds
-    live, damping, state = (
-        np.arange(len(shape_BQ)),
-        np.full(len(shape_BQ), 1e-3),
-        _project(law, points, errors_BN, shape_BQ),
-    )
+    live, damping = np.arange(len(shape_BQ)), np.full(len(shape_BQ), 1e-3)
+    state = _project(law, points, errors_BN, shape_BQ)
     found = tuple(each.copy() for each in state[:3])
     for _ in range(ROUNDS):
         shape, _, before, *_ = state

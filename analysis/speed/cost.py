@@ -60,13 +60,10 @@ def models_of(num_channels: int) -> tuple[Model, ...]:
     )
 
 
-MODELS = models_of(48)
-
-
 def cost(device: torch.device, *, quick: bool) -> Result:
     place = machine(device.type)
     rounds, steps = (1, 1) if quick else (5, 3)
-    rows = measure(MODELS, device=device.type, num_rounds=rounds, num_steps=steps)
+    rows = measure(models_of(48), device=device.type, num_rounds=rounds, num_steps=steps)
     shown = rows.rename(columns={"ratio": "epoch / first"})
     shown = shown.assign(memory_mb=rows.bytes / 1e6, mflop=rows.flop / 1e6)
     shown["paper epoch / first"] = rows.paper_epoch_s / rows.paper_epoch_s[0]

@@ -18,9 +18,8 @@ SMOOTHED = 0.1
 def losses_of(
     results: pd.DataFrame, hue: Sequence[str] = (), facet: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """Return the losses of each seed, with the columns facet, hue, curve, run, epochs and loss."""
-    columns = {"train": "train_losses", "test": "test_losses"}
-    return _over_epochs(results, columns, hue, facet).rename(columns={"value": "loss"})
+    """Return the losses of each seed, with the columns facet, hue, curve, run, epochs and value."""
+    return _over_epochs(results, {"train": "train_losses", "test": "test_losses"}, hue, facet)
 
 
 def _over_epochs(
@@ -53,8 +52,8 @@ def _over_epochs(
 
 
 def bands_of(values: pd.DataFrame) -> pd.DataFrame:
-    """Return mean, SD and range over seeds of the last column, at each epoch."""
-    seeds = values.groupby([*LINE, "epochs"], sort=False)[values.columns[-1]]
+    """Return mean, SD and range over seeds at each epoch."""
+    seeds = values.groupby([*LINE, "epochs"], sort=False).value
     return seeds.agg(mean="mean", sd="std", min="min", max="max", num_seeds="size").reset_index()
 
 
@@ -80,7 +79,7 @@ def curves(
         errors = _over_epochs(results, {"accuracy": "test_errors"}, hue, facet)
         accuracies = bands_of(errors.assign(value=1 - errors.value))
         bands = pd.concat([bands, accuracies], ignore_index=True)
-    tests = losses[losses.curve == "test"].groupby(["facet", "hue", "run"], sort=False).loss
+    tests = losses[losses.curve == "test"].groupby(["facet", "hue", "run"], sort=False).value
     overfit = tests.agg(overfit_of).groupby(["facet", "hue"], sort=False)
     lines = overfit.agg(overfit_mean="mean", overfit_sd="std", num_seeds="size").reset_index()
     facts = {"lines": lines.assign(overfit=overfit.agg(list).tolist()).to_dict("records")}

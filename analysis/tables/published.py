@@ -62,7 +62,7 @@ STANDARD, SMALL, LARGE = (
     spec_of(name) for name in ("mlp_l6_wi1024", "mlp_b6_wi1024", "mlp_b12_wi1024")
 )
 """Standard MLP of Table 1 (depth 6, width 1024), B-6/Wi-1024 and B-12/Wi-1024."""
-B6, B12, PUBLIC = SMALL.label, LARGE.label, "public checkpoints"
+B6, B12 = SMALL.label, LARGE.label
 W, W_C3 = spec_of("mixer_b_w"), spec_of("mixer_b_w_c3")
 
 
@@ -148,7 +148,7 @@ TABLES = (
         ),
     ),
     Table(
-        f"{PUBLIC}, fine-tuned".capitalize(),
+        "Public checkpoints, fine-tuned",
         f"{SCALING}, README of the code",
         "scaling_public",
         ALL,

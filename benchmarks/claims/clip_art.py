@@ -14,9 +14,8 @@ def clip_art(results: pd.DataFrame) -> list[str]:
     errors, shapes = errors_by_shape(results[is_width], 3)
     rows = []
     for kind in KINDS:
-        own = errors[kind].droplevel("tokens")
-        differences, is_least = compare_shapes(own)
-        holds = "not tested" if weak_arms(own.T, LOGISTIC_ERROR) else WORDS[is_least]
+        differences, is_least = compare_shapes(errors[kind])
+        holds = "not tested" if weak_arms(errors[kind], LOGISTIC_ERROR) else WORDS[is_least]
         rows.append([kind, differences, holds])
     errors, rates = errors_and_rates(results[~is_width], ("variant", "network"), 30)
     cost = errors["permuted"] - errors["in-order"]

@@ -1,11 +1,18 @@
 import math
-import sys
 
 import pandas as pd
-from claims.decisions import KINDS, LOGISTIC_ERROR, interval, weak_arms, with_ends, with_interval
+from claims.decisions import (
+    KINDS,
+    LOGISTIC_ERROR,
+    errors_and_rates,
+    interval,
+    weak_arms,
+    with_ends,
+    with_interval,
+)
 from frame import markdown
 
-from analysis.sweeps.sweep import lines_of, places_of, with_variables
+from analysis.sweeps.sweep import lines_of, places_of
 
 WORDS = {True: "yes", False: "no"}
 
@@ -18,11 +25,11 @@ def width(results: pd.DataFrame) -> list[str]:
     )
     rules = []
     for kind in KINDS:
-        own, optimum, trend = errors[kind].droplevel("tokens"), optima.loc[kind], trends.loc[kind]
+        own, optimum, trend = errors[kind], optima.loc[kind], trends.loc[kind]
         differences, is_least = compare_shapes(own)
         at, low, high = (optimum[name] / math.log(2) for name in ("at", "low", "high"))
         holds = [is_least, low <= 1 and high >= -1, trend.tau < 0 and trend.p_holm < 0.05]
-        weak = [f"{c:.0f}" for c in sorted(weak_arms(own.T))]
+        weak = [f"{c:.0f}" for c in sorted(weak_arms(own))]
         verdict = "The claim holds." if all(holds) else "The claim fails."
         if weak:
             verdict = f"Not tested: C = {', '.join(weak)} do not beat logistic regression."
@@ -42,31 +49,25 @@ def width(results: pd.DataFrame) -> list[str]:
 
 
 def errors_by_shape(results: pd.DataFrame, num_shapes: int) -> tuple[pd.DataFrame, list[str]]:
-    """Return test errors in percent, by shape (rows) and by kind of Mixer and seed (columns), and
-    the table of the page."""
-    data = with_variables(results)[0].assign(percent=100 * results.error)
-    errors, rates = (
-        data.pivot(index=["channels", "tokens"], columns=["mixing", "seed"], values=values)
-        for values in ("percent", "lr")
-    )
-    if errors.shape != (num_shapes, 10) or errors.isna().any(axis=None):
-        sys.exit(
-            f"the table needs {num_shapes} shapes, 2 mixings and 5 seeds. Run `make findings`."
-        )
+    """Return test errors in percent, by seed (rows) and by kind of Mixer and C (columns), and the
+    table of the page."""
+    axes = ("mixing", "channels", "tokens")
+    errors, rates = errors_and_rates(results, axes, 10 * num_shapes)
     shapes = [
         [
             *(f"{number:,.0f}" for number in (c, s, c * s)),
-            *(with_interval(row[kind]) for kind in KINDS),
-            " / ".join(f"{rates.loc[c, s][kind].iloc[0]:g}" for kind in KINDS),
+            *(with_interval(errors[kind, c, s]) for kind in KINDS),
+            " / ".join(f"{rates[kind, c, s]:g}" for kind in KINDS),
         ]
-        for (c, s), row in errors.iterrows()
+        for c, s in errors["normal"]
     ]
+    errors = errors.droplevel("tokens", axis=1)
     return errors, markdown(("C", "S", "m", *KINDS, "learning rates"), shapes)
 
 
 def compare_shapes(errors: pd.DataFrame) -> tuple[str, bool]:
     """Compare C = S = 64 with C = 8 and 512. Return the differences, and whether the error at C = S
     is lower than both."""
-    narrow, wide = (errors.loc[64] - errors.loc[c] for c in (8, 512))
+    narrow, wide = (errors[64] - errors[c] for c in (8, 512))
     words = f"C = 64 minus C = 8: {with_interval(narrow, '+')}; minus C = 512: {with_interval(wide, '+')}"
     return words, interval(narrow)[2] < 0 and interval(wide)[2] < 0

@@ -3,6 +3,7 @@ row for each run, finished or not, and a bar for each finished transfer next to 
 dataset.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis.cli import main
-from analysis.report import collect, draw_accuracies, draw_curves, first_images, rows_of
+from analysis.report import collect, draw, draw_accuracies, draw_curves, first_images, rows_of
+from data_prep.manifest import Manifest, load_manifest, save_manifest
 from finetune.runs import Run, read_run, run_of, runs_below
 from tests.analysis.conftest import MIXER, MLP, WriteRun
 from tests.conftest import Capture
@@ -165,6 +167,22 @@ def test_the_sheet_has_the_first_training_images_in_order(shapes: Path) -> None:
     for place, (offset, length, _) in enumerate(index[:5].tolist()):
         pixels = np.frombuffer(content[offset : offset + length][13:], np.uint8).reshape(16, 16, 3)
         np.testing.assert_array_equal(sheet[:, place * 16 : (place + 1) * 16], pixels)
+
+
+def test_images_of_remote_shards_are_not_drawn(
+    tmp_path: Path, write_run: WriteRun, shapes: Path
+) -> None:
+    manifest = load_manifest(shapes)
+    tree = manifest.model_dump(mode="json")
+    for shard in tree["splits"]["train"]["shards"]:
+        shard["file"] = f"http://127.0.0.1/{shard['file']}"
+    (remote := tmp_path / "remote").mkdir()
+    save_manifest(remote, Manifest.model_validate_json(json.dumps(tree)))
+    write_run("mlp", pretraining(remote), result={"eval/top1": 0.75}, spec=MLP)
+    runs = collect(tmp_path / "runs")
+    assert runs[0].manifest is not None
+    figure = draw(runs, rows_of(runs))
+    assert not any(axes.images for axes in figure.axes) and len(figure.axes) == 2
 
 
 def found_in(folder: Path) -> dict[str, Run]:

@@ -13,14 +13,14 @@ import torch
 
 from analysis import run_rows
 from analysis.cli import main
-from analysis.results import COLUMNS, as_frame, read_results, results_of_plans
+from analysis.results import COLUMNS, read_results, results_below, results_of_plans
 from analysis.run_rows import rows_of_run
 from cluster.plan_file import Plan, load_plan
 from cluster.work import Work
 from data_prep.manifest import load_manifest
 from data_prep.publish import write_json
 from data_prep.settings import dump, read_yaml
-from finetune.runs import read_run, runs_below
+from finetune.runs import read_run
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.files import Snapshot, TrainerState, publish
 from pretrain.checkpoints.run import run_and_length
@@ -223,7 +223,7 @@ def test_a_result_without_top1_is_an_error(plan: Plan, shapes: Path) -> None:
     result.write_text(result.read_text().replace("eval/top1", "eval/top5"))
     with fails("missing-value", "runs/seed-4"):
         results_of_plans([plan])
-    frame = as_frame([row for run in runs_below(Path("runs")) for row in rows_of_run(run)])
+    frame = results_below(Path("runs"))
     frame.to_parquet("results.parquet")
     with fails("missing-value", "runs/seed-4"):
         read_results([Path("results.parquet")])
