@@ -10,7 +10,6 @@ this order, each atomically:
 """
 
 import hashlib
-import io
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from data_prep.build.parts import read_record, write_record
 from data_prep.images import EncodedImage, Rejection
 from data_prep.images.channels import ChannelSums, ChannelTotals
-from data_prep.manifest import INDEX_DTYPE, Shard
+from data_prep.manifest import INDEX_DTYPE, Shard, write_array
 from data_prep.publish import atomic_file, sha256_of, write_atomic
 from data_prep.settings import Settings
 from data_prep.tar import TarWriter
@@ -128,10 +127,7 @@ def write_shard(
 
 def write_index(directory: Path, name: str, rows: NDArray[np.int64]) -> str:
     """Write the index of a shard; return its sha256."""
-    buffer = io.BytesIO()
-    np.save(buffer, rows.astype(INDEX_DTYPE))
-    write_atomic(directory / f"{name}.npy", buffer.getvalue())
-    return hashlib.sha256(buffer.getvalue()).hexdigest()
+    return write_array(directory / f"{name}.npy", rows.astype(INDEX_DTYPE))
 
 
 def write_paths(directory: Path, name: str, paths: list[str]) -> str:

@@ -41,16 +41,9 @@ from data_prep.build.exclusions import Exclusions, load_exclusions
 from data_prep.build.parts import BEGUN, of_another, read_record, record_path, write_record
 from data_prep.errors import UserError
 from data_prep.images.decoding import decoder_version
-from data_prep.manifest import MANIFEST_NAME, PARTS, Manifest, load_manifest
+from data_prep.manifest import MANIFEST_NAME, PARTS, Manifest, load_manifest, write_array
 from data_prep.progress import progress
-from data_prep.publish import (
-    TEMPORARY_PREFIX,
-    atomic_file,
-    hash_of_json,
-    remove_leftovers,
-    sha256_of,
-    withdraw,
-)
+from data_prep.publish import TEMPORARY_PREFIX, hash_of_json, remove_leftovers, sha256_of, withdraw
 from data_prep.settings import Settings, printable
 from data_prep.sources import Arrangement, Source, SourceError, open_source
 from data_prep.sources.base import hold_out, move_to_val
@@ -417,10 +410,7 @@ def _write_orders(
                 "exclude fewer images or keep more classes",
                 code="empty",
             )
-        path = directory / PARTS / f"order-{split}.npy"
-        with atomic_file(path) as file:
-            np.save(file, kept)
-        orders[split] = sha256_of(path)
+        orders[split] = write_array(directory / PARTS / f"order-{split}.npy", kept)
         size = shard_size(len(kept), most=settings.samples_per_shard)
         for shard, start in enumerate(range(0, len(kept), size)):
             stop = min(start + size, len(kept))
