@@ -30,8 +30,6 @@ from data_prep.errors import UserError
 from data_prep.limits import error_of_system
 from data_prep.publish import atomic_file
 
-__all__ = ["MissingError", "shown"]
-
 NUM_ATTEMPTS, FIRST_PAUSE_S, LONGEST_PAUSE_S = 4, 0.5, 30.0
 ANSWER_TIMEOUT_S = 10
 """Longest time without a reply, in seconds, for requests other than reading shards."""
