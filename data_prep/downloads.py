@@ -52,7 +52,7 @@ def files_by_hand(name: str) -> list[str]:
 
 
 def fetch_dataset(
-    name: str, archives: Path, *, mirror: str | None = None, copy_from: Path | None = None
+    name: str, archives: Path, *, mirror: str | None, copy_from: Path | None
 ) -> Iterator[str]:
     """Download or copy the files of a dataset; yield a line about each."""
     published = CATALOG[name]

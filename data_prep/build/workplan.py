@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from data_prep.archives.inventory import (
     HEAD_NAME,
@@ -79,9 +78,9 @@ class Workplan(Settings):
     labels: tuple[int, ...]
     """For each class of the inventory, its label in the dataset; -1 for a skipped class."""
     num_left_out: dict[str, int]
-    num_held_out: int = 0
+    num_held_out: int
     shards: tuple[ShardPlan, ...]
-    orders: dict[str, str] = Field(default_factory=dict)
+    orders: dict[str, str]
     """Split -> sha256 of the file with its order."""
 
     @property

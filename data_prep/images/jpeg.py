@@ -161,7 +161,7 @@ def plain_frame(data: bytes) -> Frame | None:
     return None
 
 
-def encode_jpeg(image: Image.Image, *, quality: int, aspect: float = 1.0) -> bytes:
+def encode_jpeg(image: Image.Image, *, quality: int, aspect: float) -> bytes:
     """Encode an image; `aspect` is its width / height before it was squashed."""
     buffer, options = io.BytesIO(), dict[str, Any]()
     if aspect != 1.0:

@@ -127,7 +127,7 @@ def finished_plan_hash(plan: IndexPlan, shards: list[StockShard], stored: list[S
     contents = [
         [mine.title, shard.name, shard.sha256] for mine, shard in zip(shards, stored, strict=True)
     ]
-    return hash_of_json([dict(plan.config), contents])
+    return hash_of_json([plan.config, contents])
 
 
 # ---- owner of the directory
@@ -269,7 +269,7 @@ def publish(plan: IndexPlan, shards: list[StockShard], found: list[StockRecord])
         {shard.name: shard.split for shard in shards},
         directory=plan.directory,
         source=described(settings),
-        config=dict(plan.config),
+        config=plan.config,
         decoder=decoder_version(),
         encoding="raw" if is_raw else "keep",
         classes=classes,

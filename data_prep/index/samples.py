@@ -11,7 +11,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -67,9 +67,9 @@ class IndexPlan:
     settings: IndexSettings
     names: tuple[str, ...] | None
     """Class names, if classes_file is set."""
-    hash: str = ""
+    hash: str
     """Hash of the config and the list of shards."""
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: dict[str, Any]
 
     @cached_property
     def numbers(self) -> dict[str, int] | None:
