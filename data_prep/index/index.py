@@ -161,25 +161,21 @@ def _refuse_changed(plan: IndexPlan, shards: list[StockShard], manifest: Manifes
     stored = {
         shard.name: shard.sha256 for split in manifest.splits.values() for shard in split.shards
     }
-    try:
-        swept = sweep(
-            partial(hash_of, plan),
-            doubtful,
-            title="reading again",
-            unit="shards",
-            workers=plan.settings.num_workers,
-        )
-        hashes = list(swept)
-        for shard, sha256 in zip(doubtful, hashes, strict=True):
-            if sha256 != stored[shard.name]:
-                raise UserError(
-                    shard.place,
-                    "the shard has changed since it was indexed",
-                    f"restore it, or remove {plan.directory} and index again",
-                    code="changed",
-                )
-    finally:
-        forget_parts(plan.directory)
+    hashes = sweep(
+        partial(hash_of, plan),
+        doubtful,
+        title="reading again",
+        unit="shards",
+        workers=plan.settings.num_workers,
+    )
+    for shard, sha256 in zip(doubtful, list(hashes), strict=True):
+        if sha256 != stored[shard.name]:
+            raise UserError(
+                shard.place,
+                "the shard has changed since it was indexed",
+                f"restore it, or remove {plan.directory} and index again",
+                code="changed",
+            )
     write_json(path, stamps)
 
 
