@@ -459,9 +459,10 @@ def _draw_images(
     numbers, seed, splits = settings.per_class, settings.seed, dict[str, NDArray[np.int32]]()
     if numbers is None:
         return arrangement
-    excluded, left_out = exclusions.rows(inventory), Counter(arrangement.left_out or {})
-    left_out["excluded"] += len(excluded)
+    excluded, left_out = exclusions.rows(inventory), Counter(arrangement.left_out)
     kept = {split: rows[~np.isin(rows, excluded)] for split, rows in arrangement.splits.items()}
+    before, after = (sum(map(len, splits.values())) for splits in (arrangement.splits, kept))
+    left_out["excluded"] += before - after
     arrangement = replace(arrangement, splits=kept)
     if number := numbers.get("val"):
         if not kept.keys() & {"train", "val"}:
@@ -498,7 +499,7 @@ def _renumber(
         if label in staying and (kept is None or name in kept):
             labels[label] = len(classes)
             classes.append(name)
-    left_out = Counter(arrangement.left_out or {})
+    left_out = Counter(arrangement.left_out)
     if kept is not None:
         left_out["whole classes"] = len(staying) - len(classes)
     return labels, tuple(classes), left_out
