@@ -20,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +153,8 @@ def prepare(settings: BuildSettings, source: Source, pool: Pool) -> Workplan:
     _refuse_empty(source, inventory, arrangement)
     arrangement = _draw_images(settings, inventory, arrangement, exclusions)
     labels, classes, left_out = _renumber(settings, inventory, arrangement)
-    orders, shards = _write_orders(
-        settings, inventory, arrangement, _Dropped(labels, exclusions, left_out)
-    )
+    splits, dropped = _drop_rows(inventory, arrangement, labels, exclusions)
+    orders, shards = _write_orders(settings, splits)
     work = Workplan(
         settings=settings.resolved(),
         config=config,
@@ -164,7 +163,7 @@ def prepare(settings: BuildSettings, source: Source, pool: Pool) -> Workplan:
         decoder=decoder_version(),
         classes=classes,
         labels=tuple(labels.tolist()),
-        num_left_out=dict(+left_out),
+        num_left_out=dict(left_out + dropped),
         num_held_out=arrangement.num_held_out,
         shards=tuple(shards),
         orders=orders,
@@ -369,23 +368,16 @@ def all_in_one(errors: list[UserError]) -> UserError:
     return type(first)(first.field, problem, first.fix, code=first.code)
 
 
-@dataclass
-class _Dropped:
-    """Inputs that a plan skips: classes whose new label in `labels` is -1, and `exclusions`.
-    `counts` is filled with the number of skipped inputs by reason."""
-
-    labels: NDArray[np.int32]
-    exclusions: Exclusions
-    counts: Counter[str]
-
-
-def _write_orders(
-    settings: BuildSettings, inventory: Inventory, arrangement: Arrangement, dropped: _Dropped
-) -> tuple[dict[str, str], list[ShardPlan]]:
-    """Write the order of each split. Return the sha256 of each order file, and the planned
-    shards."""
-    directory, shards, orders = settings.directory, list[ShardPlan](), dict[str, str]()
-    excluded, paths = dropped.exclusions.rows(inventory), dropped.exclusions.paths
+def _drop_rows(
+    inventory: Inventory,
+    arrangement: Arrangement,
+    labels: NDArray[np.int32],
+    exclusions: Exclusions,
+) -> tuple[dict[str, NDArray[np.int32]], Counter[str]]:
+    """Return the rows of each split, without skipped classes (-1 in `labels`) and exclusions, and
+    the number of dropped rows by reason."""
+    splits, counts = dict[str, NDArray[np.int32]](), Counter[str]()
+    excluded, paths = exclusions.rows(inventory), exclusions.paths
     if paths and not len(excluded):
         raise UserError(
             "exclude",
@@ -393,26 +385,37 @@ def _write_orders(
             "give a list that was made from this source",
             code="mismatch",
         )
-    for number, (split, chosen) in enumerate(sorted(arrangement.splits.items())):
+    for split, chosen in arrangement.splits.items():
         stored = inventory.labels[chosen]
-        rows = chosen[(stored < 0) | (dropped.labels[stored] >= 0)]
-        dropped.counts["classes"] += len(chosen) - len(rows)
-        kept = rows[~np.isin(rows, excluded)]
-        dropped.counts["excluded"] += len(rows) - len(kept)
+        rows = chosen[(stored < 0) | (labels[stored] >= 0)]
+        splits[split] = rows[~np.isin(rows, excluded)]
+        counts["classes"] += len(chosen) - len(rows)
+        counts["excluded"] += len(rows) - len(splits[split])
+    return splits, counts
+
+
+def _write_orders(
+    settings: BuildSettings, splits: dict[str, NDArray[np.int32]]
+) -> tuple[dict[str, str], list[ShardPlan]]:
+    """Write the order of each split. Return the sha256 of each order file, and the planned
+    shards."""
+    directory, shards, orders = settings.directory, list[ShardPlan](), dict[str, str]()
+    for number, split in enumerate(sorted(splits)):
+        rows = splits[split]
         if settings.order == "shuffled":
             seed = np.random.SeedSequence([settings.seed, number])
-            kept = np.random.Generator(np.random.Philox(seed)).permutation(kept)
-        if not len(kept):
+            rows = np.random.Generator(np.random.Philox(seed)).permutation(rows)
+        if not len(rows):
             raise UserError(
                 "classes",
                 f"classes, per_class and exclude leave no image in the split {split}",
                 "exclude fewer images or keep more classes",
                 code="empty",
             )
-        orders[split] = write_array(directory / PARTS / f"order-{split}.npy", kept)
-        size = shard_size(len(kept), most=settings.samples_per_shard)
-        for shard, start in enumerate(range(0, len(kept), size)):
-            stop = min(start + size, len(kept))
+        orders[split] = write_array(directory / PARTS / f"order-{split}.npy", rows)
+        size = shard_size(len(rows), most=settings.samples_per_shard)
+        for shard, start in enumerate(range(0, len(rows), size)):
+            stop = min(start + size, len(rows))
             name = f"{split}-{shard:06d}"
             shards.append(ShardPlan(name=name, split=split, start=start, stop=stop))
     return orders, shards
