@@ -34,13 +34,12 @@ from tests.data_prep.samples import (
     held_at_work,
     picture,
     started,
-    wait_until,
     webp,
     write_classes,
     write_files,
 )
 from tests.errors import printed_errors
-from tests.moments import Strike
+from tests.moments import Strike, wait_until
 from tests.ranks import REPOSITORY
 
 SHAPES = [
