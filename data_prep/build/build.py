@@ -86,7 +86,10 @@ def _samples(
                 image = convert(data, work.settings)
         except Rejection as rejection:
             digest = hashlib.sha256(data).hexdigest()
-            rejected.append(Rejected.of(rejection, key=key, path=path, sha256=digest))
+            reason, detail = rejection.reason, rejection.detail
+            rejected.append(
+                Rejected(key=key, path=path, reason=reason, detail=detail, sha256=digest)
+            )
             continue
         label = work.labels[entry.label] if entry.label >= 0 else entry.label
         yield Sample(key=key, label=label, image=image, path=path)

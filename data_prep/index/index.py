@@ -241,8 +241,13 @@ def read(plan: IndexPlan, shard: StockShard) -> StockRecord | UserError:
         raw_size=contents.raw_size,
         num_without_key=contents.num_without_key,
         goes_on_at=contents.goes_on_at,
-        record=ShardRecord.of(
-            stored, contents.channels, contents.rejected, plan_hash=plan.hash, class_counts={}
+        record=ShardRecord(
+            plan_hash=plan.hash,
+            num_inputs=len(rows) + len(contents.rejected),
+            shard=stored,
+            class_counts={},
+            channels=contents.channels.totals,
+            rejected=tuple(contents.rejected),
         ),
     )
     write_record(plan.directory, shard.name, found)

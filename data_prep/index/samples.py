@@ -298,7 +298,8 @@ def _rejected(
     data = read_member(descriptor, member.offset, min(member.num_bytes, MAX_PICTURE_BYTES))
     key = printable(sample.key)
     digest = hashlib.sha256(data).hexdigest()
-    return Rejected.of(bad, key=key, path=f"{name}/{key}", sha256=digest)
+    path = f"{name}/{key}"
+    return Rejected(key=key, path=path, reason=bad.reason, detail=bad.detail, sha256=digest)
 
 
 # ---- labels: the digits of KEY.cls, an integer or a word in KEY.json or KEY.txt
