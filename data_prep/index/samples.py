@@ -24,6 +24,7 @@ from data_prep.build.shards import Rejected
 from data_prep.errors import UserError
 from data_prep.images import Rejection, decode, naming, resize, size_of
 from data_prep.images.channels import ChannelSums
+from data_prep.images.rejection import MAX_FILE_BYTES, check_file_size
 from data_prep.index.config import IndexSettings
 from data_prep.manifest import PICTURES
 from data_prep.settings import printable
@@ -47,7 +48,7 @@ LIKELY = (
 MAX_CLASSES = 1 << 20
 UNLABELLED = -1
 _NUMBER = re.compile(rb"\s*[+-]?[0-9]{1,18}\s*")
-MAX_PICTURE_BYTES, MAX_LABEL_BYTES = 1 << 30, 1 << 24
+MAX_LABEL_BYTES = 1 << 24
 NUM_FOR_STATISTICS = 256
 """Number of images per shard that check=header decodes."""
 _META = re.compile(r"__[^/]*__($|/)")
@@ -198,8 +199,7 @@ def _picture(sample: StockSample, plan: IndexPlan) -> Member:
         )
     if not pictures:
         raise Rejection("no_image", f"no image among {listed}"[:200])
-    if pictures[0].num_bytes > MAX_PICTURE_BYTES:
-        raise Rejection("too_large", f"{pictures[0].num_bytes:,} bytes")
+    check_file_size(pictures[0].num_bytes)
     return pictures[0]
 
 
@@ -295,7 +295,7 @@ def _rejected(
 ) -> Rejected:
     """Return the record of a rejected sample, with the hash of its image or first member."""
     member = (_pictures(sample, plan) or [sample.members[0][1]])[0]
-    data = read_member(descriptor, member.offset, min(member.num_bytes, MAX_PICTURE_BYTES))
+    data = read_member(descriptor, member.offset, min(member.num_bytes, MAX_FILE_BYTES))
     key = printable(sample.key)
     digest = hashlib.sha256(data).hexdigest()
     path = f"{name}/{key}"

@@ -608,7 +608,7 @@ def test_what_is_no_plain_file_or_too_large_has_its_line(
     (source / "ant" / "nowhere.jpg").symlink_to(tmp_path / "nothing")
     os.mkfifo(source / "ant" / "pipe.jpg")
     (source / "ant" / "notes.txt").write_text("kept beside the pictures")
-    monkeypatch.setattr("data_prep.build.build.MAX_INPUT_BYTES", 100_000)
+    monkeypatch.setattr("data_prep.images.rejection.MAX_FILE_BYTES", 100_000)
     with open(source / "ant" / "large.jpg", "wb") as file:
         file.truncate(200_000)
     assert build(source, out, "max_reject_fraction=1") == 0
