@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from data_prep.archives.files import ENDINGS, NOWHERE, walk_images
 from data_prep.errors import UserError
@@ -16,10 +16,8 @@ from data_prep.images.rejection import Rejection, check_file_size
 from data_prep.limits import limit_remedy
 from data_prep.tar import Member, TarError, members
 
-_MEMBER: Final = re.compile(
-    rf"(^|/)[^./][^/]*({'|'.join(map(re.escape, ENDINGS))})$", re.IGNORECASE
-)
-COMPRESSED: Final = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
+_MEMBER = re.compile(rf"(^|/)[^./][^/]*({'|'.join(map(re.escape, ENDINGS))})$", re.IGNORECASE)
+COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
 
 
 class Picture(NamedTuple):
