@@ -224,7 +224,7 @@ class Manifest(Settings):
                 hashes |= {shard.file: shard.sha256} if with_tars else {}
         return hashes
 
-    def labeled_split(self, name: str, *, directory: Path | str = "dataset") -> Split:
+    def labeled_split(self, name: str, *, directory: Path | str) -> Split:
         split = self.split(name, directory=directory)
         if split.num_unlabeled:
             counts = f"{split.num_unlabeled:,} of {split.num_samples:,}"

@@ -293,13 +293,12 @@ def _listed(
     list the source again."""
     outline = outline_of(settings, source)
     directory = settings.directory / PARTS / INVENTORY_NAME
-    if before is not None and (directory / HEAD_NAME).exists():
+    if before is not None:
         inventory = Inventory(directory)
         if inventory.outline == outline and all(
             container.stamp for container in outline.containers
         ):
             return inventory
-    directory.parent.mkdir(parents=True, exist_ok=True)
     return write_inventory(
         directory.with_name(CANDIDATE_NAME),
         outline,
