@@ -134,7 +134,6 @@ def _stats(options: argparse.Namespace) -> int:
     )
     if found["left_out"]:
         print(f"skipped: {counted(found['left_out'])}")
-    heads: tuple[str, ...] = ("split", "samples", "unlabeled", "shards", "images MB", "tars MB")
     columns = ("samples", "unlabeled", "shards")
     rows = [
         (
@@ -144,11 +143,10 @@ def _stats(options: argparse.Namespace) -> int:
         )
         for name, split in found["splits"].items()
     ]
-    print_table(heads, rows)
-    heads = ("images per class", "classes", *SPREAD, "max/min")
+    print_table(("split", *columns, "images MB", "tars MB"), rows)
     labeled = {name: split for name, split in found["splits"].items() if split["classes"]}
     print_table(
-        heads,
+        ("images per class", "classes", *SPREAD, "max/min"),
         [
             (name, each["classes"], *each["per_class"].values(), each["imbalance"])
             for name, each in labeled.items()
@@ -169,14 +167,13 @@ def _stats(options: argparse.Namespace) -> int:
         )
     print_table(("channels (R G B)", "mean", "std"), rows)
     sizes = found["sizes"]
-    counts_of = [size["count"] for size in sizes]
-    sides = {
-        side: spread([size[side] for size in sizes], counts_of)
-        for side in ("width", "height")
-        if len(sizes) > 1
-    }
-    if sides:
-        print_table(("pixels", *SPREAD), [(side, *found.values()) for side, found in sides.items()])
+    if len(sizes) > 1:
+        frequencies = [size["count"] for size in sizes]
+        rows = [
+            (side, *spread([size[side] for size in sizes], frequencies).values())
+            for side in ("width", "height")
+        ]
+        print_table(("pixels", *SPREAD), rows)
     shown = [(f"{size['width']} x {size['height']}", size["count"]) for size in sizes[:MAX_PRINTED]]
     rest = sum(size["count"] for size in sizes[MAX_PRINTED:])
     print_table(
@@ -199,10 +196,14 @@ def _preview(options: argparse.Namespace) -> int:
     from data_prep.images.sheet import check_out, save_sheet
 
     check_out(options.out)
-    chosen = {
-        name: getattr(options, name) for name in ("split", "shard", "count", "seed", "storage")
-    }
-    sheet = contact_sheet(directory_of(options), **chosen)
+    sheet = contact_sheet(
+        directory_of(options),
+        split=options.split,
+        shard=options.shard,
+        count=options.count,
+        seed=options.seed,
+        storage=options.storage,
+    )
     save_sheet(sheet, options.out)
     print(f"{options.out}: {sheet.width} x {sheet.height} pixels")
     return OK
