@@ -6,7 +6,7 @@ page) and Fashion-MNIST (README) publish the same MD5 sums.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ class Published:
     """File name -> published MD5, or "" if there is none."""
     sums_from: str
     """Publisher of the MD5 sums."""
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any]
     """Settings of `data_prep build`, except `source.path` and `out`."""
     folder: str = ""
     """Name of the folder for the downloaded files, if there are several files."""

@@ -22,12 +22,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPResponse
-from io import BufferedReader
 from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from data_prep import __version__
+from data_prep.archives.guard import md5_of
 from data_prep.catalog import CATALOG, Published
 from data_prep.clients import READ_TIMEOUT_S, shown, without_secrets
 from data_prep.errors import Code, UserError
@@ -52,7 +52,7 @@ def files_by_hand(name: str) -> list[str]:
 
 
 def fetch_dataset(
-    name: str, archives: Path, *, mirror: str | None = None, copy_from: Path | None = None
+    name: str, archives: Path, *, mirror: str | None, copy_from: Path | None
 ) -> Iterator[str]:
     """Download or copy the files of a dataset; yield a line about each."""
     published = CATALOG[name]
@@ -102,7 +102,7 @@ class _File:
         with doing(f"checking {self.name}"), open(path, "rb") as file:
             start = file.read(512).lstrip().lower()
             file.seek(0)
-            found, problem = _md5_of(file), ""
+            found, problem = md5_of(file), ""
         if start.startswith((b"<!", b"<html")):
             problem = "it is a web page, not the file"
         elif not self.md5 and not zipfile.is_zipfile(path):
@@ -121,7 +121,7 @@ class _File:
         variant = self.published.settings.get("source.variant", self.dataset)
         content = MNIST_FILES.get(variant, {}).get(self.name.removesuffix(".gz"))
         with suppress(OSError, EOFError, zlib.error), gzip.open(path) as file:
-            return _md5_of(file) == content
+            return md5_of(file) == content
         return False
 
     def _copy(self, place: Path) -> str:
@@ -216,7 +216,3 @@ class _File:
                     raise
                 error.filename = str(part.parent)
                 raise error_of_system(error) from None
-
-
-def _md5_of(file: BufferedReader | gzip.GzipFile) -> str:
-    return hashlib.file_digest(file, partial(hashlib.md5, usedforsecurity=False)).hexdigest()

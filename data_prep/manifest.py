@@ -21,6 +21,7 @@ also depend on resizing by readers.
 """
 
 import hashlib
+import io
 import itertools
 import json
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ from pydantic import Field, ValidationError, field_validator
 from data_prep.clients import KINDS, SCHEMES
 from data_prep.errors import Code, UserError
 from data_prep.limits import cause_of
-from data_prep.publish import hash_of_json, sealed, sha256_of, unsealed, write_json
+from data_prep.publish import hash_of_json, sealed, sha256_of, unsealed, write_atomic, write_json
 from data_prep.settings import Settings, near_path, nearest
 
 SCHEMA_VERSION = 3
@@ -223,7 +224,7 @@ class Manifest(Settings):
                 hashes |= {shard.file: shard.sha256} if with_tars else {}
         return hashes
 
-    def labeled_split(self, name: str, *, directory: Path | str = "dataset") -> Split:
+    def labeled_split(self, name: str, *, directory: Path | str) -> Split:
         split = self.split(name, directory=directory)
         if split.num_unlabeled:
             counts = f"{split.num_unlabeled:,} of {split.num_samples:,}"
@@ -367,6 +368,14 @@ def load_index(
     shape = (shard.num_samples, 3)
     file = path.absolute() if path else shard.index_file  # `_reading` would repeat the directory
     return _array(directory, file, shard.index_sha256, shape, INDEX_DTYPE)
+
+
+def write_array(path: Path, array: NDArray[Any]) -> str:
+    """Write the array as .npy; return the sha256 of the file."""
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    write_atomic(path, buffer.getvalue())
+    return hashlib.sha256(buffer.getvalue()).hexdigest()
 
 
 def _array(

@@ -8,19 +8,16 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from data_prep.archives.files import ENDINGS, NOWHERE, walk_images
 from data_prep.errors import UserError
-from data_prep.images import Rejection
+from data_prep.images.rejection import Rejection, check_file_size
 from data_prep.limits import limit_remedy
 from data_prep.tar import Member, TarError, members
 
-MAX_BYTES: Final = 1 << 30
-_MEMBER: Final = re.compile(
-    rf"(^|/)[^./][^/]*({'|'.join(map(re.escape, ENDINGS))})$", re.IGNORECASE
-)
-COMPRESSED: Final = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
+_MEMBER = re.compile(rf"(^|/)[^./][^/]*({'|'.join(map(re.escape, ENDINGS))})$", re.IGNORECASE)
+COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
 
 
 class Picture(NamedTuple):
@@ -38,8 +35,7 @@ class Picture(NamedTuple):
                 num_bytes = (
                     os.fstat(file.fileno()).st_size if self.num_bytes is None else self.num_bytes
                 )
-                if num_bytes > MAX_BYTES:
-                    raise Rejection("too_large", f"{num_bytes:,} bytes")
+                check_file_size(num_bytes)
                 file.seek(self.offset)
                 return file.read(num_bytes)
         except OSError as error:

@@ -32,8 +32,8 @@ _open_lines: list["ProgressLine"] = []
 
 
 class ProgressLine:
-    """A progress line. `note` is free text, such as a file name or a loss. If the unit is "step",
-    the note must contain the speed."""
+    """A progress line, as a context manager. `note` is free text, such as a file name or a loss. If
+    the unit is "step", the note must contain the speed."""
 
     def __init__(self, title: str, *, total: int, unit: str, start: int = 0, enabled: bool = True):
         self.title, self.total, self.unit, self.done, self.note = title, total, unit, start, ""
@@ -65,12 +65,15 @@ class ProgressLine:
             self.log_now()
 
     def log_now(self) -> None:
-        """Log a line now, unless `close` will log the same state."""
+        """Log a line now, unless the end of the block will log the same state."""
         if self._enabled and self._display.disable and self.done < self.total:
             self._logged_s = time.monotonic()
             self._print(self.eta(self._task))
 
-    def close(self, *, is_done: bool = True) -> None:
+    def __enter__(self) -> "ProgressLine":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End the bar. Finished work that took at least a second leaves its last state on the
         screen."""
         took_s = self._task.elapsed or 0.0
@@ -81,7 +84,7 @@ class ProgressLine:
         _open_lines.remove(self)
         if not self._is_inner:
             self._display.stop()
-            if is_done and took_s >= 1.0:
+            if kind is None and took_s >= 1.0:
                 self._print(f"in {in_words(took_s)}")
 
     def eta(self, task: Task) -> str:
@@ -125,17 +128,8 @@ def _new_display() -> Progress:
     )
 
 
-@contextmanager
-def progress(
-    title: str, *, total: int, unit: str, start: int = 0, enabled: bool = True
-) -> Iterator[ProgressLine]:
-    line = ProgressLine(title, total=total, unit=unit, start=start, enabled=enabled)
-    is_done = False
-    try:
-        yield line
-        is_done = True
-    finally:
-        line.close(is_done=is_done)
+progress = ProgressLine
+"""Shorthand for `with progress(...) as line`."""
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from data_prep.clients import without_secrets
+from data_prep.clients import MissingError, shown, without_secrets
 from data_prep.errors import UserError
 from data_prep.manifest import (
     CHANGED,
@@ -27,7 +27,7 @@ from data_prep.manifest import (
 )
 from data_prep.progress import progress
 from data_prep.publish import sha256_of
-from data_prep.remote import MissingError, join, read_bytes, shown, upload
+from data_prep.remote import join, read_bytes, upload
 
 NUM_UPLOADS = 8
 

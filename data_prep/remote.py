@@ -30,8 +30,6 @@ from data_prep.errors import UserError
 from data_prep.limits import error_of_system
 from data_prep.publish import atomic_file
 
-__all__ = ["MissingError", "shown"]
-
 NUM_ATTEMPTS, FIRST_PAUSE_S, LONGEST_PAUSE_S = 4, 0.5, 30.0
 ANSWER_TIMEOUT_S = 10
 """Longest time without a reply, in seconds, for requests other than reading shards."""
@@ -89,13 +87,17 @@ class Version(NamedTuple):
 # ---- attempts
 
 
+def _report(text: str) -> None:
+    print(f"data_prep: {text}", file=sys.stderr, flush=True)
+
+
 def tried(
     url: str,
     action: Callable[[], T],
     *,
     num_attempts: int = NUM_ATTEMPTS,
     stop: threading.Event | None = None,
-    report: Callable[[str], None] | None = None,
+    report: Callable[[str], None] = _report,
 ) -> T:
     """Return the result of `action`. After a temporary fault, repeat it after growing, random
     pauses. `report` receives the failures, except a quick first failure."""
@@ -115,16 +117,11 @@ def tried(
                 fix = "repeat the command later"
                 raise RemoteError(shown(url), problem, fix, code="unreachable") from None
             if attempt > 1 or time.monotonic() - began_s > SLOW_S:
-                text = f"{shown(url)}: {words}; attempt {attempt + 1} of {num_attempts} follows"
-                (report or _report)(text)
+                report(f"{shown(url)}: {words}; attempt {attempt + 1} of {num_attempts} follows")
         pause_s = min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S)
         if (stop or threading.Event()).wait(pause_s * _CHANCE.uniform(0.5, 1.5)):
             raise StoppedError
     raise AssertionError
-
-
-def _report(text: str) -> None:
-    print(f"data_prep: {text}", file=sys.stderr, flush=True)
 
 
 def _with_fresh_credentials(url: str, action: Callable[[], T]) -> T:
@@ -175,8 +172,7 @@ def nameless_copy(
     disappears with the process."""
     with tempfile.TemporaryFile(dir=directory) as file:
         path = Path(f"/proc/self/fd/{file.fileno()}")
-        how: Any = {"storage": storage, "room": directory, "num_attempts": num_attempts}
-        yield path, copy_to(url, path, **how)
+        yield (path, copy_to(url, path, storage=storage, room=directory, num_attempts=num_attempts))
 
 
 def copy_to(

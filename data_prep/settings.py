@@ -416,12 +416,8 @@ def _not_valid(field: str, value: object, fix: str) -> SettingsError:
 
 def _of_validator(error: ValueError, prefix: str) -> Iterator[UserError]:
     """Yield the UserErrors of a section's validators. Their fields are relative to the section."""
-    if not isinstance(error, UserError) or not (error.field or error.fix):
-        field, colon, problem = str(error).partition(": ")
-        is_field = bool(colon) and re.fullmatch(r"[\w.]+", field) is not None
-        error = SettingsError(
-            field if is_field else "", problem if is_field else str(error), code="bad-value"
-        )
+    if not isinstance(error, UserError):
+        error = SettingsError("", str(error), code="bad-value")
     for each in (error, *error.others):
         field = each.field
         if not field or f".{prefix}".endswith(f".{field}"):

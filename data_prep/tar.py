@@ -15,9 +15,9 @@ import os
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Final, NamedTuple
+from typing import IO, NamedTuple
 
-BLOCK: Final = 512
+BLOCK = 512
 _REGULAR = (b"0", b"\0", b"7")
 _FOLDER, _LONG_NAME, _LONG_LINK, _PAX, _GLOBAL_PAX = b"5", b"L", b"K", (b"x", b"X"), b"g"
 _EXTENDED = (_LONG_NAME, _LONG_LINK, _GLOBAL_PAX, *_PAX)
@@ -257,21 +257,19 @@ def _pax(
 
 # ---- writing
 
-RECORD_BYTES: Final = 20 * BLOCK
+RECORD_BYTES = 20 * BLOCK
 """Every tar program pads an archive to a multiple of this size."""
-MAX_NAME_BYTES: Final = 100
-MAX_PREFIX_BYTES: Final = 155
-MAX_MEMBER_BYTES: Final = 8**11 - 1
+MAX_NAME_BYTES = 100
+MAX_PREFIX_BYTES = 155
+MAX_MEMBER_BYTES = 8**11 - 1
 """Largest member in bytes (8 GiB less one byte). Larger sizes need extensions that some readers do
 not know."""
-HELD_BYTES: Final = 1 << 20
+HELD_BYTES = 1 << 20
 """Number of bytes to collect before they are hashed and written."""
 
-_BEFORE_SIZE: Final = b"0000644\0" + b"0000000\0" * 2
-_BEFORE_PREFIX: Final = b"0" + bytes(100) + b"ustar\x0000" + bytes(80)
-_CONSTANT_SUM: Final = (
-    sum(_BEFORE_SIZE) + sum(b"00000000000\0") + 8 * ord(" ") + sum(_BEFORE_PREFIX)
-)
+_BEFORE_SIZE = b"0000644\0" + b"0000000\0" * 2
+_BEFORE_PREFIX = b"0" + bytes(100) + b"ustar\x0000" + bytes(80)
+_CONSTANT_SUM = sum(_BEFORE_SIZE) + sum(b"00000000000\0") + 8 * ord(" ") + sum(_BEFORE_PREFIX)
 """Sum of the constant header fields; the checksum field itself counts as spaces."""
 
 

@@ -10,6 +10,8 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from gzip import GzipFile
+from io import BufferedReader
 from pathlib import Path
 
 from data_prep.errors import UserError
@@ -96,11 +98,15 @@ def check_md5(path: Path, published: str | Mapping[str, str]) -> None:
     """Raise SourceError unless the file's MD5 is a published one. `published`: an MD5, or {file
     name: MD5}."""
     with report_damage(path), open(path, "rb") as file:
-        found = hashlib.file_digest(file, partial(hashlib.md5, usedforsecurity=False)).hexdigest()
+        found = md5_of(file)
     sums = {path.name: published} if isinstance(published, str) else published
     if found not in sums.values():
         expected = sums.get(path.name) or ", ".join(f"{md5} ({name})" for name, md5 in sums.items())
         raise wrong_sum(str(path), found, expected)
+
+
+def md5_of(file: BufferedReader | GzipFile) -> str:
+    return hashlib.file_digest(file, partial(hashlib.md5, usedforsecurity=False)).hexdigest()
 
 
 def wrong_sum(place: str, found: str, expected: str) -> SourceError:

@@ -8,14 +8,13 @@ larger than a limit.
 import gzip
 from collections.abc import Container, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Final
 
 from data_prep.archives.guard import damaged, report_damage
 from data_prep.publish import atomic_directory
 from data_prep.tar import walk
 
-MAX_BYTES: Final = 1 << 28
-_PIECE_BYTES: Final = 1 << 22
+MAX_BYTES = 1 << 28
+_PIECE_BYTES = 1 << 22
 
 
 def read_members(path: Path, wanted: Container[str]) -> dict[str, bytes]:

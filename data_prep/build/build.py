@@ -23,12 +23,10 @@ from data_prep.build.parts import forget_parts, own_place
 from data_prep.build.shards import Rejected, Sample, ShardRecord, finished_record, write_shard
 from data_prep.build.workplan import ShardPlan, Workplan, open_source_of, prepare
 from data_prep.images import Rejection, convert, naming
+from data_prep.images.rejection import check_file_size
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
 from data_prep.sources import Source
 from data_prep.workers import Pool, sweep
-
-MAX_INPUT_BYTES = 1 << 30
-"""Largest input file in bytes. Larger files are rejected without being read."""
 
 
 def build(settings: BuildSettings) -> Manifest:
@@ -79,14 +77,16 @@ def _samples(
         entry = inventory.entry(row)
         key, path, data = f"{plan.name}-{number:06d}", entry.path, b""
         try:
-            if entry.num_bytes > MAX_INPUT_BYTES:
-                raise Rejection("too_large", f"{entry.num_bytes:,} bytes")
+            check_file_size(entry.num_bytes)
             data = source.read(entry)
             with naming(path):
                 image = convert(data, work.settings)
         except Rejection as rejection:
             digest = hashlib.sha256(data).hexdigest()
-            rejected.append(Rejected.of(rejection, key=key, path=path, sha256=digest))
+            reason, detail = rejection.reason, rejection.detail
+            rejected.append(
+                Rejected(key=key, path=path, reason=reason, detail=detail, sha256=digest)
+            )
             continue
         label = work.labels[entry.label] if entry.label >= 0 else entry.label
         yield Sample(key=key, label=label, image=image, path=path)

@@ -7,7 +7,6 @@ exists, `merge` only removes PARTS.
 """
 
 import hashlib
-import io
 import json
 import sys
 from collections.abc import Iterable
@@ -44,6 +43,7 @@ from data_prep.manifest import (
     load_paths,
     save_manifest,
     wids_index,
+    write_array,
 )
 from data_prep.publish import remove_leftovers, write_atomic
 from data_prep.sources import Source, SourceError
@@ -291,13 +291,9 @@ def manifest_of(
 
 def write_annotation(directory: Path, stem: str, bits: NDArray[np.bool_]) -> Annotation:
     """Write a boolean (samples, columns) matrix as packed bits, and return its manifest entry."""
-    buffer = io.BytesIO()
-    np.save(buffer, np.packbits(bits, axis=1))
-    data = buffer.getvalue()
-    write_atomic(directory / f"{stem}.npy", data)
-    return Annotation(
-        file=f"{stem}.npy", sha256=hashlib.sha256(data).hexdigest(), num_columns=bits.shape[1]
-    )
+    file = f"{stem}.npy"
+    sha256 = write_array(directory / file, np.packbits(bits, axis=1))
+    return Annotation(file=file, sha256=sha256, num_columns=bits.shape[1])
 
 
 def with_limit(directory: Path, manifest: Manifest, max_reject_fraction: float) -> Manifest:

@@ -10,20 +10,18 @@ this order, each atomically:
 """
 
 import hashlib
-import io
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.build.parts import read_record, write_record
-from data_prep.images import EncodedImage, Rejection
+from data_prep.images import EncodedImage
 from data_prep.images.channels import ChannelSums, ChannelTotals
-from data_prep.manifest import INDEX_DTYPE, Shard
+from data_prep.manifest import INDEX_DTYPE, Shard, write_array
 from data_prep.publish import atomic_file, sha256_of, write_atomic
 from data_prep.settings import Settings
 from data_prep.tar import TarWriter
@@ -45,10 +43,6 @@ class Rejected(Settings):
     detail: str
     sha256: str
 
-    @classmethod
-    def of(cls, rejection: Rejection, **more: str) -> "Rejected":
-        return cls(reason=rejection.reason, detail=rejection.detail, **more)
-
 
 class ShardRecord(Settings):
     """Facts of a finished shard, kept on disk until the manifest is written."""
@@ -64,19 +58,6 @@ class ShardRecord(Settings):
     fingerprints: str = ""
     """BLAKE2 hash (8 bytes, hexadecimal) of each stored image; empty if another program encoded
     them."""
-
-    @classmethod
-    def of(
-        cls, shard: Shard, channels: ChannelSums, rejected: list[Rejected], **more: Any
-    ) -> "ShardRecord":
-        num_inputs = shard.num_samples + len(rejected)
-        return cls(
-            num_inputs=num_inputs,
-            shard=shard,
-            channels=channels.totals,
-            rejected=tuple(rejected),
-            **more,
-        )
 
 
 def write_shard(
@@ -118,9 +99,15 @@ def write_shard(
         index_sha256=write_index(directory, name, index),
         paths_sha256=write_paths(directory, name, paths),
     )
-    more = {"class_counts": count_labels(index[:, 2]), "extensions": tuple(sorted(extensions))}
-    record = ShardRecord.of(
-        shard, channels, rejected, plan_hash=plan_hash, fingerprints="".join(fingerprints), **more
+    record = ShardRecord(
+        plan_hash=plan_hash,
+        num_inputs=len(rows) + len(rejected),
+        shard=shard,
+        class_counts=count_labels(index[:, 2]),
+        channels=channels.totals,
+        rejected=tuple(rejected),
+        extensions=tuple(sorted(extensions)),
+        fingerprints="".join(fingerprints),
     )
     write_record(directory, name, record)
     return record
@@ -128,10 +115,7 @@ def write_shard(
 
 def write_index(directory: Path, name: str, rows: NDArray[np.int64]) -> str:
     """Write the index of a shard; return its sha256."""
-    buffer = io.BytesIO()
-    np.save(buffer, rows.astype(INDEX_DTYPE))
-    write_atomic(directory / f"{name}.npy", buffer.getvalue())
-    return hashlib.sha256(buffer.getvalue()).hexdigest()
+    return write_array(directory / f"{name}.npy", rows.astype(INDEX_DTYPE))
 
 
 def write_paths(directory: Path, name: str, paths: list[str]) -> str:
@@ -152,18 +136,16 @@ def finished_record(directory: Path, name: str, *, plan_hash: str) -> ShardRecor
     try:
         record = read_record(directory, name, ShardRecord)
         shard = record.shard
-        if shard.name != name or record.plan_hash != plan_hash:
-            return None
-        if (directory / shard.file).stat().st_size != shard.num_bytes:
-            return None
         hashes = {
             shard.file: shard.sha256,
             shard.index_file: shard.index_sha256,
             shard.paths_file: shard.paths_sha256,
         }
-        for file, sha256 in hashes.items():
-            if sha256_of(directory / file) != sha256:
-                return None
+        is_finished = (
+            shard.name == name
+            and record.plan_hash == plan_hash
+            and all(sha256_of(directory / file) == sha256 for file, sha256 in hashes.items())
+        )
     except (OSError, ValueError):
         return None
-    return record
+    return record if is_finished else None

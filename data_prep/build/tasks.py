@@ -21,7 +21,7 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from uuid import uuid4
 
 from data_prep.build.build import write_shards
@@ -35,11 +35,11 @@ from data_prep.publish import remove_leftovers, sole_writer, write_json
 from data_prep.sources import Source
 from data_prep.workers import Pool
 
-PLAN_DEADLINE_S: Final = 1800.0
+PLAN_DEADLINE_S = 1800.0
 """Longest time in seconds that a task waits for a plan. Time in which another process holds the
 lock of OUT does not count."""
-POLL_S: Final = 1.0
-FAILURE: Final = "failed.json"
+POLL_S = 1.0
+FAILURE = "failed.json"
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,12 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from data_prep.archives.inventory import (
     HEAD_NAME,
@@ -41,16 +40,9 @@ from data_prep.build.exclusions import Exclusions, load_exclusions
 from data_prep.build.parts import BEGUN, of_another, read_record, record_path, write_record
 from data_prep.errors import UserError
 from data_prep.images.decoding import decoder_version
-from data_prep.manifest import MANIFEST_NAME, PARTS, Manifest, load_manifest
+from data_prep.manifest import MANIFEST_NAME, PARTS, Manifest, load_manifest, write_array
 from data_prep.progress import progress
-from data_prep.publish import (
-    TEMPORARY_PREFIX,
-    atomic_file,
-    hash_of_json,
-    remove_leftovers,
-    sha256_of,
-    withdraw,
-)
+from data_prep.publish import TEMPORARY_PREFIX, hash_of_json, remove_leftovers, sha256_of, withdraw
 from data_prep.settings import Settings, printable
 from data_prep.sources import Arrangement, Source, SourceError, open_source
 from data_prep.sources.base import hold_out, move_to_val
@@ -86,9 +78,9 @@ class Workplan(Settings):
     labels: tuple[int, ...]
     """For each class of the inventory, its label in the dataset; -1 for a skipped class."""
     num_left_out: dict[str, int]
-    num_held_out: int = 0
+    num_held_out: int
     shards: tuple[ShardPlan, ...]
-    orders: dict[str, str] = Field(default_factory=dict)
+    orders: dict[str, str]
     """Split -> sha256 of the file with its order."""
 
     @property
@@ -161,9 +153,8 @@ def prepare(settings: BuildSettings, source: Source, pool: Pool) -> Workplan:
     _refuse_empty(source, inventory, arrangement)
     arrangement = _draw_images(settings, inventory, arrangement, exclusions)
     labels, classes, left_out = _renumber(settings, inventory, arrangement)
-    orders, shards = _write_orders(
-        settings, inventory, arrangement, _Dropped(labels, exclusions, left_out)
-    )
+    splits, dropped = _drop_rows(inventory, arrangement, labels, exclusions)
+    orders, shards = _write_orders(settings, splits)
     work = Workplan(
         settings=settings.resolved(),
         config=config,
@@ -172,7 +163,7 @@ def prepare(settings: BuildSettings, source: Source, pool: Pool) -> Workplan:
         decoder=decoder_version(),
         classes=classes,
         labels=tuple(labels.tolist()),
-        num_left_out=dict(+left_out),
+        num_left_out=dict(left_out + dropped),
         num_held_out=arrangement.num_held_out,
         shards=tuple(shards),
         orders=orders,
@@ -302,13 +293,12 @@ def _listed(
     list the source again."""
     outline = outline_of(settings, source)
     directory = settings.directory / PARTS / INVENTORY_NAME
-    if before is not None and (directory / HEAD_NAME).exists():
+    if before is not None:
         inventory = Inventory(directory)
         if inventory.outline == outline and all(
             container.stamp for container in outline.containers
         ):
             return inventory
-    directory.parent.mkdir(parents=True, exist_ok=True)
     return write_inventory(
         directory.with_name(CANDIDATE_NAME),
         outline,
@@ -377,23 +367,16 @@ def all_in_one(errors: list[UserError]) -> UserError:
     return type(first)(first.field, problem, first.fix, code=first.code)
 
 
-@dataclass
-class _Dropped:
-    """Inputs that a plan skips: classes whose new label in `labels` is -1, and `exclusions`.
-    `counts` is filled with the number of skipped inputs by reason."""
-
-    labels: NDArray[np.int32]
-    exclusions: Exclusions
-    counts: Counter[str]
-
-
-def _write_orders(
-    settings: BuildSettings, inventory: Inventory, arrangement: Arrangement, dropped: _Dropped
-) -> tuple[dict[str, str], list[ShardPlan]]:
-    """Write the order of each split. Return the sha256 of each order file, and the planned
-    shards."""
-    directory, shards, orders = settings.directory, list[ShardPlan](), dict[str, str]()
-    excluded, paths = dropped.exclusions.rows(inventory), dropped.exclusions.paths
+def _drop_rows(
+    inventory: Inventory,
+    arrangement: Arrangement,
+    labels: NDArray[np.int32],
+    exclusions: Exclusions,
+) -> tuple[dict[str, NDArray[np.int32]], Counter[str]]:
+    """Return the rows of each split, without skipped classes (-1 in `labels`) and exclusions, and
+    the number of dropped rows by reason."""
+    splits, counts = dict[str, NDArray[np.int32]](), Counter[str]()
+    excluded, paths = exclusions.rows(inventory), exclusions.paths
     if paths and not len(excluded):
         raise UserError(
             "exclude",
@@ -401,29 +384,37 @@ def _write_orders(
             "give a list that was made from this source",
             code="mismatch",
         )
-    for number, (split, chosen) in enumerate(sorted(arrangement.splits.items())):
+    for split, chosen in arrangement.splits.items():
         stored = inventory.labels[chosen]
-        rows = chosen[(stored < 0) | (dropped.labels[stored] >= 0)]
-        dropped.counts["classes"] += len(chosen) - len(rows)
-        kept = rows[~np.isin(rows, excluded)]
-        dropped.counts["excluded"] += len(rows) - len(kept)
+        rows = chosen[(stored < 0) | (labels[stored] >= 0)]
+        splits[split] = rows[~np.isin(rows, excluded)]
+        counts["classes"] += len(chosen) - len(rows)
+        counts["excluded"] += len(rows) - len(splits[split])
+    return splits, counts
+
+
+def _write_orders(
+    settings: BuildSettings, splits: dict[str, NDArray[np.int32]]
+) -> tuple[dict[str, str], list[ShardPlan]]:
+    """Write the order of each split. Return the sha256 of each order file, and the planned
+    shards."""
+    directory, shards, orders = settings.directory, list[ShardPlan](), dict[str, str]()
+    for number, split in enumerate(sorted(splits)):
+        rows = splits[split]
         if settings.order == "shuffled":
             seed = np.random.SeedSequence([settings.seed, number])
-            kept = np.random.Generator(np.random.Philox(seed)).permutation(kept)
-        if not len(kept):
+            rows = np.random.Generator(np.random.Philox(seed)).permutation(rows)
+        if not len(rows):
             raise UserError(
                 "classes",
                 f"classes, per_class and exclude leave no image in the split {split}",
                 "exclude fewer images or keep more classes",
                 code="empty",
             )
-        path = directory / PARTS / f"order-{split}.npy"
-        with atomic_file(path) as file:
-            np.save(file, kept)
-        orders[split] = sha256_of(path)
-        size = shard_size(len(kept), most=settings.samples_per_shard)
-        for shard, start in enumerate(range(0, len(kept), size)):
-            stop = min(start + size, len(kept))
+        orders[split] = write_array(directory / PARTS / f"order-{split}.npy", rows)
+        size = shard_size(len(rows), most=settings.samples_per_shard)
+        for shard, start in enumerate(range(0, len(rows), size)):
+            stop = min(start + size, len(rows))
             name = f"{split}-{shard:06d}"
             shards.append(ShardPlan(name=name, split=split, start=start, stop=stop))
     return orders, shards
@@ -470,9 +461,10 @@ def _draw_images(
     numbers, seed, splits = settings.per_class, settings.seed, dict[str, NDArray[np.int32]]()
     if numbers is None:
         return arrangement
-    excluded, left_out = exclusions.rows(inventory), Counter(arrangement.left_out or {})
-    left_out["excluded"] += len(excluded)
+    excluded, left_out = exclusions.rows(inventory), Counter(arrangement.left_out)
     kept = {split: rows[~np.isin(rows, excluded)] for split, rows in arrangement.splits.items()}
+    before, after = (sum(map(len, splits.values())) for splits in (arrangement.splits, kept))
+    left_out["excluded"] += before - after
     arrangement = replace(arrangement, splits=kept)
     if number := numbers.get("val"):
         if not kept.keys() & {"train", "val"}:
@@ -509,7 +501,7 @@ def _renumber(
         if label in staying and (kept is None or name in kept):
             labels[label] = len(classes)
             classes.append(name)
-    left_out = Counter(arrangement.left_out or {})
+    left_out = Counter(arrangement.left_out)
     if kept is not None:
         left_out["whole classes"] = len(staying) - len(classes)
     return labels, tuple(classes), left_out

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.check.stored import each_shard, local_tar, tar_content
+from data_prep.clients import MissingError
 from data_prep.images import Rejection, decode
 from data_prep.manifest import (
     PARTS,
@@ -39,7 +40,7 @@ from data_prep.manifest import (
     wids_index,
 )
 from data_prep.publish import TEMPORARY_PREFIX
-from data_prep.remote import MissingError, RemoteError, Storage
+from data_prep.remote import RemoteError, Storage
 from data_prep.tar import Run, TarError, members, runs
 
 BORROWED = ("subset", "index")

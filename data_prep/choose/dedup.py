@@ -83,12 +83,12 @@ class Duplicates:
 def find_duplicates(
     directory: Path,
     *,
-    against: tuple[Path, ...] = (),
-    splits: tuple[str, ...] = ("train",),
+    against: tuple[Path, ...],
+    splits: tuple[str, ...],
     near: int | None,
-    cache: Path | None = None,
-    num_workers: int = 1,
-    storage: Storage | None = None,
+    cache: Path | None,
+    num_workers: int,
+    storage: Storage,
 ) -> Duplicates:
     """Return the samples of `splits` that repeat an earlier sample. `near` is the largest Hamming
     distance; None: only equal pixels count."""
@@ -100,7 +100,7 @@ def find_duplicates(
         make_directory(cache)
     found = [np.zeros(0, DTYPE)]
     for part in parts:
-        work = partial(shard_hashes, part.directory, cache, storage or {})
+        work = partial(shard_hashes, part.directory, cache, storage)
         title = f"hashing {part.manifest.name}/{part.split}"
         found += each_shard(work, part.shards, title=title, num_workers=num_workers)
     hashes = np.concatenate(found)
@@ -179,9 +179,9 @@ def _join_equal_bits(hashes: Hashes, left: Ids, like: Ids, distance: NDArray[np.
 # ---- the list
 
 
-def exclusion_lines(found: Duplicates, *, storage: Storage | None = None) -> list[dict[str, Any]]:
+def exclusion_lines(found: Duplicates, *, storage: Storage) -> list[dict[str, Any]]:
     """Return the lines of an exclusion list, sorted by path."""
-    names = _names(found, storage or {})
+    names = _names(found, storage)
     lines = []
     for position, like, distance, part, other in found.pairs():
         (key, path), (like_key, like_path) = names[position], names[like]

@@ -15,7 +15,6 @@ on white are compared by all three.
 """
 
 import hashlib
-import io
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -26,8 +25,7 @@ from PIL import Image
 
 from data_prep.check.stored import each_picture
 from data_prep.images import decode, resize
-from data_prep.manifest import Shard
-from data_prep.publish import write_atomic
+from data_prep.manifest import Shard, write_array
 from data_prep.remote import Storage
 
 Hashes = NDArray[np.void]
@@ -65,9 +63,7 @@ def shard_hashes(directory: Path, cache: Path | None, storage: Storage, shard: S
     batches = iter(lambda: list(islice(pictures, _BATCH)), [])
     hashes = np.concatenate([np.zeros(0, DTYPE), *(picture_hashes(batch) for batch in batches)])
     if kept is not None:
-        buffer = io.BytesIO()
-        np.save(buffer, hashes)
-        write_atomic(kept, buffer.getvalue())
+        write_array(kept, hashes)
     return hashes
 
 

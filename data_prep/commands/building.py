@@ -46,14 +46,20 @@ REMEDIES = {
 
 def add_verbs(verbs: Verbs) -> None:
     _add_fetch(verbs)
-    words = "make a dataset (shards, index, manifest) from an archive or a folder"
-    examples = (
-        "data_prep build --source folder --out data/mine path=photos image_size=64\ndata_prep build"
-        " configs/data_prep/cifar10.yaml"
+    build = add_verb(
+        verbs,
+        "build",
+        _build,
+        "config",
+        "json",
+        help="make a dataset (shards, index, manifest) from an archive or a folder",
+        after_a_stop=GOES_ON,
+        examples=(
+            "data_prep build --source folder --out data/mine path=photos image_size=64\n"
+            "data_prep build configs/data_prep/cifar10.yaml"
+        ),
+        schema="data_prep.build.config:BuildSettings",
     )
-    schema = "data_prep.build.config:BuildSettings"
-    how = {"after_a_stop": GOES_ON, "examples": examples, "schema": schema}
-    build = add_verb(verbs, "build", _build, "config", "json", help=words, **how)
     build.add_argument(
         "--source",
         metavar="KIND",
@@ -69,18 +75,30 @@ def add_verbs(verbs: Verbs) -> None:
         action="store_true",
         help="make only the plan that array tasks share (otherwise task 0 makes it)",
     )
-    words = "verify the shards of array tasks, then finish the dataset"
-    how = {"after_a_stop": GOES_ON, "examples": "data_prep merge data/mine"}
-    merge = add_verb(verbs, "merge", _merge, "workers", "json", help=words, **how)
+    merge = add_verb(
+        verbs,
+        "merge",
+        _merge,
+        "workers",
+        "json",
+        help="verify the shards of array tasks, then finish the dataset",
+        after_a_stop=GOES_ON,
+        examples="data_prep merge data/mine",
+    )
     merge.add_argument("dataset", type=Path, help="dataset directory that the tasks wrote")
-    words = "make a dataset of existing WebDataset shards (local, http, s3) without changing them"
-    examples = "data_prep index --out data/theirs --train 'shards/{000..146}.tar' label=json:class"
-    how = {
-        "after_a_stop": GOES_ON,
-        "examples": examples,
-        "schema": "data_prep.index.config:IndexSettings",
-    }
-    index = add_verb(verbs, "index", _index, "config", "json", help=words, **how)
+    index = add_verb(
+        verbs,
+        "index",
+        _index,
+        "config",
+        "json",
+        help="make a dataset of existing WebDataset shards (local, http, s3) without changing them",
+        after_a_stop=GOES_ON,
+        examples=(
+            "data_prep index --out data/theirs --train 'shards/{000..146}.tar' label=json:class"
+        ),
+        schema="data_prep.index.config:IndexSettings",
+    )
     for split in ("train", "val"):
         words = (
             f"shards of the {split} split, such as 'https://host/{{000..146}}.tar' (short for"
@@ -90,10 +108,14 @@ def add_verbs(verbs: Verbs) -> None:
 
 
 def _add_fetch(verbs: Verbs) -> None:
-    words = "download the archives of a published dataset, and check them"
-    examples = "data_prep fetch cifar10\ndata_prep fetch cifar10 --from cifar-10-python.tar.gz"
-    how = {"after_a_stop": "the same command resumes the download", "examples": examples}
-    fetch = add_verb(verbs, "fetch", _fetch, help=words, **how)
+    fetch = add_verb(
+        verbs,
+        "fetch",
+        _fetch,
+        help="download the archives of a published dataset, and check them",
+        after_a_stop="the same command resumes the download",
+        examples="data_prep fetch cifar10\ndata_prep fetch cifar10 --from cifar-10-python.tar.gz",
+    )
     names = [*CATALOG, *BY_HAND]
     words = "; imagenet1k and imagenet21k print instructions"
     fetch.add_argument("name", choices=names, metavar="NAME", help=f"{', '.join(CATALOG)}{words}")

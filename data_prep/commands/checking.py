@@ -13,10 +13,6 @@ MAX_PRINTED = 20
 
 
 def add_verbs(verbs: Verbs) -> None:
-    def how(verb: str) -> dict[str, str]:
-        return {"after_a_stop": NOTHING_CHANGED, "examples": f"data_prep {verb} data/mine"}
-
-    words = "compare all files of a dataset with its manifest"
     add_verb(
         verbs,
         "verify",
@@ -25,40 +21,55 @@ def add_verbs(verbs: Verbs) -> None:
         "workers",
         "storage",
         "json",
-        help=words,
-        **how("verify"),
+        help="compare all files of a dataset with its manifest",
+        after_a_stop=NOTHING_CHANGED,
+        examples="data_prep verify data/mine",
     )
-    words = "print classes, channel statistics, image sizes and rejected inputs of a dataset"
     stats = add_verb(
-        verbs, "stats", _stats, "dataset", "workers", "storage", "json", help=words, **how("stats")
+        verbs,
+        "stats",
+        _stats,
+        "dataset",
+        "workers",
+        "storage",
+        "json",
+        help="print classes, channel statistics, image sizes and rejected inputs of a dataset",
+        after_a_stop=NOTHING_CHANGED,
+        examples="data_prep stats data/mine",
     )
     stats.add_argument(
         "--recompute",
         action="store_true",
         help="also compute the channel mean and std from the images",
     )
-    words = "draw images as the model sees them, with their labels, on a contact sheet"
-    shared = {"help": words, **how("preview")}
-    preview = add_verb(verbs, "preview", _preview, "dataset", "storage", **shared)
+    preview = add_verb(
+        verbs,
+        "preview",
+        _preview,
+        "dataset",
+        "storage",
+        help="draw images as the model sees them, with their labels, on a contact sheet",
+        after_a_stop=NOTHING_CHANGED,
+        examples="data_prep preview data/mine",
+    )
     preview.add_argument("--split", default="train", help="split to draw")
     preview.add_argument(
         "--shard", type=at_least(0), metavar="N", help="draw only shard N (from 0)"
     )
-    words = "number of images"
-    preview.add_argument("--count", type=at_least(1), default=64, metavar="N", help=words)
+    preview.add_argument(
+        "--count", type=at_least(1), default=64, metavar="N", help="number of images"
+    )
     preview.add_argument("--seed", type=at_least(0), default=0, help="seed of the random choice")
     out = Path("preview.png")
     preview.add_argument(
         "--out", type=Path, default=out, metavar="FILE.png", help="PNG file to write"
     )
-
-    words = "copy a finished dataset to a bucket, and verify the copy"
     push = add_verb(
         verbs,
         "push",
         _push,
         "storage",
-        help=words,
+        help="copy a finished dataset to a bucket, and verify the copy",
         after_a_stop="run the same command again",
         examples="data_prep push data/mine s3://bucket/mine",
     )
@@ -123,7 +134,6 @@ def _stats(options: argparse.Namespace) -> int:
     )
     if found["left_out"]:
         print(f"skipped: {counted(found['left_out'])}")
-    heads: tuple[str, ...] = ("split", "samples", "unlabeled", "shards", "images MB", "tars MB")
     columns = ("samples", "unlabeled", "shards")
     rows = [
         (
@@ -133,11 +143,10 @@ def _stats(options: argparse.Namespace) -> int:
         )
         for name, split in found["splits"].items()
     ]
-    print_table(heads, rows)
-    heads = ("images per class", "classes", *SPREAD, "max/min")
+    print_table(("split", *columns, "images MB", "tars MB"), rows)
     labeled = {name: split for name, split in found["splits"].items() if split["classes"]}
     print_table(
-        heads,
+        ("images per class", "classes", *SPREAD, "max/min"),
         [
             (name, each["classes"], *each["per_class"].values(), each["imbalance"])
             for name, each in labeled.items()
@@ -158,14 +167,13 @@ def _stats(options: argparse.Namespace) -> int:
         )
     print_table(("channels (R G B)", "mean", "std"), rows)
     sizes = found["sizes"]
-    counts_of = [size["count"] for size in sizes]
-    sides = {
-        side: spread([size[side] for size in sizes], counts_of)
-        for side in ("width", "height")
-        if len(sizes) > 1
-    }
-    if sides:
-        print_table(("pixels", *SPREAD), [(side, *found.values()) for side, found in sides.items()])
+    if len(sizes) > 1:
+        frequencies = [size["count"] for size in sizes]
+        rows = [
+            (side, *spread([size[side] for size in sizes], frequencies).values())
+            for side in ("width", "height")
+        ]
+        print_table(("pixels", *SPREAD), rows)
     shown = [(f"{size['width']} x {size['height']}", size["count"]) for size in sizes[:MAX_PRINTED]]
     rest = sum(size["count"] for size in sizes[MAX_PRINTED:])
     print_table(
@@ -188,10 +196,14 @@ def _preview(options: argparse.Namespace) -> int:
     from data_prep.images.sheet import check_out, save_sheet
 
     check_out(options.out)
-    chosen = {
-        name: getattr(options, name) for name in ("split", "shard", "count", "seed", "storage")
-    }
-    sheet = contact_sheet(directory_of(options), **chosen)
+    sheet = contact_sheet(
+        directory_of(options),
+        split=options.split,
+        shard=options.shard,
+        count=options.count,
+        seed=options.seed,
+        storage=options.storage,
+    )
     save_sheet(sheet, options.out)
     print(f"{options.out}: {sheet.width} x {sheet.height} pixels")
     return OK

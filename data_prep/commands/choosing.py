@@ -17,9 +17,6 @@ MANY = 0.05
 
 
 def add_verbs(verbs: Verbs) -> None:
-    words = "make a dataset from samples of another dataset, without copying images"
-    examples = "data_prep subset data/mine --out data/mine-tenth --fraction 0.1"
-    after_a_stop = "the new dataset is unfinished; run the same command again"
     subset = add_verb(
         verbs,
         "subset",
@@ -27,9 +24,9 @@ def add_verbs(verbs: Verbs) -> None:
         "dataset",
         "storage",
         "json",
-        help=words,
-        after_a_stop=after_a_stop,
-        examples=examples,
+        help="make a dataset from samples of another dataset, without copying images",
+        after_a_stop="the new dataset is unfinished; run the same command again",
+        examples="data_prep subset data/mine --out data/mine-tenth --fraction 0.1",
     )
     subset.add_argument("--out", required=True, metavar="DIR", help="new dataset directory")
     subset.add_argument("--fraction", type=float, help="fraction of every class, such as 0.1")

@@ -6,12 +6,12 @@ histogram of a strip of many images is 15 times as fast as numpy's sums.
 
 from collections.abc import Sequence
 from operator import mul
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
-STRIP_PIXELS: Final = 1 << 18
+STRIP_PIXELS = 1 << 18
 _LEVELS = range(256)
 _SQUARES = tuple(level * level for level in _LEVELS)
 

@@ -10,24 +10,24 @@ This module reads the headers, so sizes are known before decoding:
 """
 
 import re
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from data_prep.images.rejection import Rejection
 
-_WEBP: Final = re.compile(rb"RIFF....WEBP", re.DOTALL)
-_AVIF: Final = re.compile(rb"\0\0..ftyp(?!avis)(?:.{4}){0,15}?avif", re.DOTALL)
-_JXL: Final = re.compile(rb"\xff\x0a|\0\0\0\x0cJXL \r\n\x87\n", re.DOTALL)
-_METADATA: Final = {b"EXIF": "exif", b"XMP ": "xmp"}
-_EXTENT: Final = re.compile(rb"\0\0\0\x14ispe.{4}(.{4})(.{4})", re.DOTALL)
-_BITS: Final = re.compile(rb"pixi.{5}(.)", re.DOTALL)
-_QUARTERS: Final = re.compile(rb"\0\0\0\x09irot(.)", re.DOTALL)
-_MIRROR: Final = re.compile(rb"\0\0\0\x09imir(.)", re.DOTALL)
-_ORIENTATIONS: Final = {None: (1, 8, 3, 6), 0: (4, 5, 2, 7), 1: (2, 7, 4, 5)}
+_WEBP = re.compile(rb"RIFF....WEBP", re.DOTALL)
+_AVIF = re.compile(rb"\0\0..ftyp(?!avis)(?:.{4}){0,15}?avif", re.DOTALL)
+_JXL = re.compile(rb"\xff\x0a|\0\0\0\x0cJXL \r\n\x87\n", re.DOTALL)
+_METADATA = {b"EXIF": "exif", b"XMP ": "xmp"}
+_EXTENT = re.compile(rb"\0\0\0\x14ispe.{4}(.{4})(.{4})", re.DOTALL)
+_BITS = re.compile(rb"pixi.{5}(.)", re.DOTALL)
+_QUARTERS = re.compile(rb"\0\0\0\x09irot(.)", re.DOTALL)
+_MIRROR = re.compile(rb"\0\0\0\x09imir(.)", re.DOTALL)
+_ORIENTATIONS = {None: (1, 8, 3, 6), 0: (4, 5, 2, 7), 1: (2, 7, 4, 5)}
 """Mirror axis (or None) -> EXIF orientations for 0 to 3 counterclockwise quarter turns."""
-_RATIOS: Final = ((1, 1), (1, 1), (12, 10), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))
+_RATIOS = ((1, 1), (1, 1), (12, 10), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))
 """Ratios of width to height in a JPEG XL header; the first is not used."""
 
 

@@ -14,7 +14,6 @@ import io
 import warnings
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Final
 
 import PIL
 import simplejpeg
@@ -36,21 +35,14 @@ from data_prep.images.jpeg import (
 from data_prep.images.rejection import Rejection, rejecting
 from data_prep.images.tiff import decode_tiff
 
-MAX_PIXELS: Final = 178_956_970
+MAX_PIXELS = 178_956_970
 """Largest accepted number of pixels: Pillow's limit for decompression bombs."""
-PIXEL_BUDGET: Final = 64_000_000
+PIXEL_BUDGET = 64_000_000
 """Default of `max_pixels`. It needs up to 1 GB of memory: 4 bytes per pixel, and copies."""
-EXTENSIONS: Final = {
-    "JPEG": "jpg",
-    "PNG": "png",
-    "GIF": "gif",
-    "BMP": "bmp",
-    "TIFF": "tif",
-    "PPM": "ppm",
-}
+EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "GIF": "gif", "BMP": "bmp", "TIFF": "tif", "PPM": "ppm"}
 """File extensions of the formats that Pillow may open. Other formats of Pillow accept any bytes
 (TGA) or start programs (EPS)."""
-PILLOW_DECODERS: Final = frozenset(("raw", "zip", "gif", "bmp_rle", "ppm", "ppm_plain"))
+PILLOW_DECODERS = frozenset(("raw", "zip", "gif", "bmp_rle", "ppm", "ppm_plain"))
 """Decoders of Pillow that a file may start, for PNG, PPM, GIF and BMP."""
 
 _ORIENTATION = 0x0112

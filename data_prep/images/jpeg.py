@@ -26,7 +26,7 @@ the final size. `images/__init__.py` states the effect.
 import io
 import re
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -35,34 +35,34 @@ from PIL import Image
 
 from data_prep.images.rejection import Rejection
 
-DRAFT_MARGINS: Final = {8: 6, 4: 4, 2: 2}
+DRAFT_MARGINS = {8: 6, 4: 4, 2: 2}
 """Smallest ratio of the decoded size to the final size, for 1/2, 1/4 and 1/8. 1/4 and 1/8 save
 little more time than 1/2 and alias fine stripes more, so they need larger margins."""
 
 _START_OF_IMAGE, _END_OF_IMAGE, _START_OF_SCAN = 0xD8, 0xD9, 0xDA
 _APP0, _APP1, _APP14, _COMMENT = 0xE0, 0xE1, 0xEE, 0xFE
-_END: Final = b"\xff\xd9"
-_RESTARTS: Final = range(0xD0, 0xD8)
-_PROGRESSIVE: Final = 0xC2
-_FRAMES: Final = frozenset((0xC0, 0xC1, _PROGRESSIVE))
+_END = b"\xff\xd9"
+_RESTARTS = range(0xD0, 0xD8)
+_PROGRESSIVE = 0xC2
+_FRAMES = frozenset((0xC0, 0xC1, _PROGRESSIVE))
 """Frame markers of baseline, extended and progressive JPEGs. Other frames are arithmetic, lossless
 or hierarchical."""
-_SKIPPED: Final = frozenset((0xC4, 0xDB, 0xDD, _APP0, *range(0xE2, 0xF0), _COMMENT))
+_SKIPPED = frozenset((0xC4, 0xDB, 0xDD, _APP0, *range(0xE2, 0xF0), _COMMENT))
 """Markers of tables, restart interval, application data and comments. libjpeg reads these itself if
 necessary."""
-_METADATA: Final = frozenset((*range(_APP0, 0xF0), _COMMENT)) - {_APP0, _APP14}
-_CHANNELS: Final = (1, 3)
-_DENSITY_AT: Final = 14
-_MAX_DENSITY: Final = 32_767
-_MARKER: Final = re.compile(rb"\xff+([^\x00\xff])")
-_EXTRANEOUS: Final = re.compile(r"([0-9]+) extraneous bytes before marker 0x([0-9a-f]{2})")
-_OF_THE_HEADER: Final = (
+_METADATA = frozenset((*range(_APP0, 0xF0), _COMMENT)) - {_APP0, _APP14}
+_CHANNELS = (1, 3)
+_DENSITY_AT = 14
+_MAX_DENSITY = 32_767
+_MARKER = re.compile(rb"\xff+([^\x00\xff])")
+_EXTRANEOUS = re.compile(r"([0-9]+) extraneous bytes before marker 0x([0-9a-f]{2})")
+_OF_THE_HEADER = (
     "bad ICC marker",
     "JFIF revision",
     "Adobe color transform",
     "Invalid SOS parameters",
 )
-_UNKNOWN_SUBSAMPLING: Final = "Could not determine subsampling"
+_UNKNOWN_SUBSAMPLING = "Could not determine subsampling"
 
 
 class Frame(NamedTuple):
@@ -161,7 +161,7 @@ def plain_frame(data: bytes) -> Frame | None:
     return None
 
 
-def encode_jpeg(image: Image.Image, *, quality: int, aspect: float = 1.0) -> bytes:
+def encode_jpeg(image: Image.Image, *, quality: int, aspect: float) -> bytes:
     """Encode an image; `aspect` is its width / height before it was squashed."""
     buffer, options = io.BytesIO(), dict[str, Any]()
     if aspect != 1.0:

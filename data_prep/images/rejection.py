@@ -14,6 +14,8 @@ from PIL import Image
 from data_prep.errors import UserError
 
 MAX_DETAIL_CHARACTERS = 200
+MAX_FILE_BYTES = 1 << 30
+"""Largest image file. Larger files are rejected without being read."""
 _EARLY_END = re.compile("truncated|not enough image data|NEED_MORE_INPUT", re.IGNORECASE)
 
 
@@ -23,6 +25,11 @@ class Rejection(Exception):  # noqa: N818 (a rejection is an expected outcome, n
     def __init__(self, reason: str, detail: str):
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail = reason, detail
+
+
+def check_file_size(num_bytes: int) -> None:
+    if num_bytes > MAX_FILE_BYTES:
+        raise Rejection("too_large", f"{num_bytes:,} bytes")
 
 
 @contextmanager

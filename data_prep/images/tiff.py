@@ -4,7 +4,6 @@ Pillow reads the header, which defines the samples. libtiff unpacks the samples.
 """
 
 from operator import add
-from typing import Final
 
 import numpy as np
 from PIL import Image
@@ -16,7 +15,7 @@ from data_prep.images.rejection import Rejection
 
 _JPEG, _WHITE_IS_ZERO, _CMYK, _YCBCR, _SEPARATE = 7, 0, 5, 6, 2
 """Values of TIFF tags: a compression, photometric interpretations, and a planar configuration."""
-_GRAY: Final = ("1", "L", "I;16", "I;16B")
+_GRAY = ("1", "L", "I;16", "I;16B")
 
 
 def decode_tiff(data: bytes, image: TiffImageFile) -> Image.Image:

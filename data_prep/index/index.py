@@ -127,7 +127,7 @@ def finished_plan_hash(plan: IndexPlan, shards: list[StockShard], stored: list[S
     contents = [
         [mine.title, shard.name, shard.sha256] for mine, shard in zip(shards, stored, strict=True)
     ]
-    return hash_of_json([dict(plan.config), contents])
+    return hash_of_json([plan.config, contents])
 
 
 # ---- owner of the directory
@@ -161,25 +161,21 @@ def _refuse_changed(plan: IndexPlan, shards: list[StockShard], manifest: Manifes
     stored = {
         shard.name: shard.sha256 for split in manifest.splits.values() for shard in split.shards
     }
-    try:
-        swept = sweep(
-            partial(hash_of, plan),
-            doubtful,
-            title="reading again",
-            unit="shards",
-            workers=plan.settings.num_workers,
-        )
-        hashes = list(swept)
-        for shard, sha256 in zip(doubtful, hashes, strict=True):
-            if sha256 != stored[shard.name]:
-                raise UserError(
-                    shard.place,
-                    "the shard has changed since it was indexed",
-                    f"restore it, or remove {plan.directory} and index again",
-                    code="changed",
-                )
-    finally:
-        forget_parts(plan.directory)
+    hashes = sweep(
+        partial(hash_of, plan),
+        doubtful,
+        title="reading again",
+        unit="shards",
+        workers=plan.settings.num_workers,
+    )
+    for shard, sha256 in zip(doubtful, list(hashes), strict=True):
+        if sha256 != stored[shard.name]:
+            raise UserError(
+                shard.place,
+                "the shard has changed since it was indexed",
+                f"restore it, or remove {plan.directory} and index again",
+                code="changed",
+            )
     write_json(path, stamps)
 
 
@@ -245,8 +241,13 @@ def read(plan: IndexPlan, shard: StockShard) -> StockRecord | UserError:
         raw_size=contents.raw_size,
         num_without_key=contents.num_without_key,
         goes_on_at=contents.goes_on_at,
-        record=ShardRecord.of(
-            stored, contents.channels, contents.rejected, plan_hash=plan.hash, class_counts={}
+        record=ShardRecord(
+            plan_hash=plan.hash,
+            num_inputs=len(rows) + len(contents.rejected),
+            shard=stored,
+            class_counts={},
+            channels=contents.channels.totals,
+            rejected=tuple(contents.rejected),
         ),
     )
     write_record(plan.directory, shard.name, found)
@@ -269,7 +270,7 @@ def publish(plan: IndexPlan, shards: list[StockShard], found: list[StockRecord])
         {shard.name: shard.split for shard in shards},
         directory=plan.directory,
         source=described(settings),
-        config=dict(plan.config),
+        config=plan.config,
         decoder=decoder_version(),
         encoding="raw" if is_raw else "keep",
         classes=classes,

@@ -266,9 +266,9 @@ def _check_url(url: str) -> None:
     scheme = urlsplit(url).scheme
     if scheme not in clients.KINDS and scheme != "file":
         raise UserError(
-            remote.shown(url),
+            clients.shown(url),
             f"{scheme}:// is not supported",
             f"copy the shards to a local disk, or use {clients.SCHEMES}",
             code="unsupported",
         )
-    clients.without_secrets(url, remedy=_REMEDY, field=remote.shown(url))
+    clients.without_secrets(url, remedy=_REMEDY, field=clients.shown(url))

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +24,7 @@ from data_prep.build.shards import Rejected
 from data_prep.errors import UserError
 from data_prep.images import Rejection, decode, naming, resize, size_of
 from data_prep.images.channels import ChannelSums
+from data_prep.images.rejection import MAX_FILE_BYTES, check_file_size
 from data_prep.index.config import IndexSettings
 from data_prep.manifest import PICTURES
 from data_prep.settings import printable
@@ -47,7 +48,7 @@ LIKELY = (
 MAX_CLASSES = 1 << 20
 UNLABELLED = -1
 _NUMBER = re.compile(rb"\s*[+-]?[0-9]{1,18}\s*")
-MAX_PICTURE_BYTES, MAX_LABEL_BYTES = 1 << 30, 1 << 24
+MAX_LABEL_BYTES = 1 << 24
 NUM_FOR_STATISTICS = 256
 """Number of images per shard that check=header decodes."""
 _META = re.compile(r"__[^/]*__($|/)")
@@ -67,9 +68,9 @@ class IndexPlan:
     settings: IndexSettings
     names: tuple[str, ...] | None
     """Class names, if classes_file is set."""
-    hash: str = ""
+    hash: str
     """Hash of the config and the list of shards."""
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: dict[str, Any]
 
     @cached_property
     def numbers(self) -> dict[str, int] | None:
@@ -198,8 +199,7 @@ def _picture(sample: StockSample, plan: IndexPlan) -> Member:
         )
     if not pictures:
         raise Rejection("no_image", f"no image among {listed}"[:200])
-    if pictures[0].num_bytes > MAX_PICTURE_BYTES:
-        raise Rejection("too_large", f"{pictures[0].num_bytes:,} bytes")
+    check_file_size(pictures[0].num_bytes)
     return pictures[0]
 
 
@@ -295,10 +295,11 @@ def _rejected(
 ) -> Rejected:
     """Return the record of a rejected sample, with the hash of its image or first member."""
     member = (_pictures(sample, plan) or [sample.members[0][1]])[0]
-    data = read_member(descriptor, member.offset, min(member.num_bytes, MAX_PICTURE_BYTES))
+    data = read_member(descriptor, member.offset, min(member.num_bytes, MAX_FILE_BYTES))
     key = printable(sample.key)
     digest = hashlib.sha256(data).hexdigest()
-    return Rejected.of(bad, key=key, path=f"{name}/{key}", sha256=digest)
+    path = f"{name}/{key}"
+    return Rejected(key=key, path=path, reason=bad.reason, detail=bad.detail, sha256=digest)
 
 
 # ---- labels: the digits of KEY.cls, an integer or a word in KEY.json or KEY.txt

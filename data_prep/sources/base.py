@@ -9,8 +9,8 @@ inputs in other classes.
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -38,7 +38,7 @@ class Arrangement:
     splits: dict[str, NDArray[np.int32]]
     labels: tuple[int, ...] | None = None
     """Numbers of the classes to keep; None: all."""
-    left_out: dict[str, int] | None = None
+    left_out: Mapping[str, int] = field(default_factory=dict)
     """Number of skipped inputs, by reason."""
     num_held_out: int = 0
     """Number of images of `train` that became `val`."""

@@ -6,7 +6,7 @@ File names tell the two datasets apart. Unpickling cannot import or call anythin
 import io
 import pickle
 import pickletools
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +45,7 @@ class Version(NamedTuple):
     """For each kind of label: (key of the class names, key of the labels)."""
 
 
-_VERSIONS: Final = {
+_VERSIONS = {
     "CIFAR-10": Version(
         {name: "test" if name == "test_batch" else "train" for name in list(CIFAR_FILES)[:6]},
         "batches.meta",

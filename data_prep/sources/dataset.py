@@ -16,7 +16,7 @@ import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,7 @@ from data_prep.publish import hash_of_json
 from data_prep.settings import Settings
 from data_prep.sources.base import UNLABELLED, Source
 
-CHUNK: Final = 4096
+CHUNK = 4096
 """Number of items in a container. Each container is listed by one process."""
 
 

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from data_prep.archives.guard import SourceError
 from data_prep.archives.inventory import Inventory, Outline
+from data_prep.errors import UserError
 from data_prep.settings import Settings
 from data_prep.sources.base import Arrangement, by_container, move_to_val
 from data_prep.sources.synsets import SynsetSource, find_synsets, with_labels
@@ -38,9 +39,12 @@ class ImageNet21kSettings(Settings):
     @model_validator(mode="after")
     def _some_are_left_to_train_on(self) -> "ImageNet21kSettings":
         if self.processing == "ridnik" and self.min_images < self.val_per_class:
-            raise ValueError(
-                f"source.min_images: {self.min_images} is less than val_per_class, "
-                f"{self.val_per_class}, so val could get all images of a class. Raise min_images"
+            raise UserError(
+                "min_images",
+                f"{self.min_images} is less than val_per_class, {self.val_per_class}, so val could "
+                "get all images of a class",
+                "raise min_images",
+                code="bad-value",
             )
         return self
 

@@ -8,7 +8,7 @@ import gzip
 import hashlib
 import math
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +19,11 @@ from data_prep.settings import Settings
 from data_prep.sources.base import Md5Policy
 from data_prep.sources.records import Batch, Records, RecordSource
 
-_UINT8: Final = 0x08
-_STEMS: Final = {"train": ("train",), "test": ("t10k", "test")}
+_UINT8 = 0x08
+_STEMS = {"train": ("train",), "test": ("t10k", "test")}
 """Prefixes of file names, by split. EMNIST uses `test`."""
 
-_CLASSES: Final = {
+_CLASSES = {
     "mnist": tuple("0123456789"),
     "fashion": (
         "T-shirt/top",

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,14 +25,11 @@ from data_prep.archives.guard import (
     report_damage,
     stamp_of,
 )
-from data_prep.archives.gzipped import unpack_members, unpacked_bytes
+from data_prep.archives.gzipped import MAX_BYTES, unpack_members, unpacked_bytes
 from data_prep.archives.inventory import Container, Entries, Entry, Outline
 from data_prep.images import pgm, ppm
 from data_prep.publish import hash_of_json
 from data_prep.sources.base import UNLABELLED, Source
-
-MAX_BYTES: Final = 1 << 28
-"""Largest unpacked size of an archive, in bytes, unless its source has another limit."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +54,8 @@ class RecordSource(Source):
     """Published .tar.gz files and their MD5 sums."""
     sums: ClassVar[Mapping[str, str]] = {}
     """MD5 sums of the unpacked files."""
-
     max_bytes: ClassVar[int] = MAX_BYTES
+    """Largest unpacked size of an archive."""
 
     @abstractmethod
     def names(self) -> tuple[str, ...]:

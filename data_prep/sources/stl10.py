@@ -6,7 +6,7 @@ of `train` has a column for each of the ten folds of 1,000 images.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +18,12 @@ from data_prep.settings import Settings
 from data_prep.sources.base import UNLABELLED, Md5Policy
 from data_prep.sources.records import Batch, Records, RecordSource
 
-_SIDE: Final = 96
-_STRIDE: Final = 3 * _SIDE * _SIDE
-_SPLITS: Final = {"train_X.bin": "train", "test_X.bin": "test", "unlabeled_X.bin": "unlabeled"}
-_LABELS: Final = {"train_X.bin": "train_y.bin", "test_X.bin": "test_y.bin"}
+_SIDE = 96
+_STRIDE = 3 * _SIDE * _SIDE
+_SPLITS = {"train_X.bin": "train", "test_X.bin": "test", "unlabeled_X.bin": "unlabeled"}
+_LABELS = {"train_X.bin": "train_y.bin", "test_X.bin": "test_y.bin"}
 _CLASSES, _FOLDS = "class_names.txt", "fold_indices.txt"
-_NUM_FOLDS: Final = 10
+_NUM_FOLDS = 10
 
 STL10_FILES = {
     "train_X.bin": "918c2871b30a85fa023e0c44e0bee87f",

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -32,13 +32,11 @@ from data_prep.archives.inventory import Container, Entries, Entry, Inventory, O
 from data_prep.settings import Settings
 from data_prep.sources.base import UNLABELLED, Arrangement, Source, by_container
 
-TOP: Final = "tiny-imagenet-200"
+TOP = "tiny-imagenet-200"
 _WNIDS, _ANNOTATIONS = "wnids.txt", "val/val_annotations.txt"
-_IMAGE: Final = re.compile(r"(train/[^/]+/images|val/images|test/images)/(.*)", re.DOTALL)
-_TEXT: Final = re.compile(
-    rf"{_WNIDS}|words\.txt|{_ANNOTATIONS}|train/(.+)/\1_boxes\.txt", re.DOTALL
-)
-_ENCRYPTED: Final = 1
+_IMAGE = re.compile(r"(train/[^/]+/images|val/images|test/images)/(.*)", re.DOTALL)
+_TEXT = re.compile(rf"{_WNIDS}|words\.txt|{_ANNOTATIONS}|train/(.+)/\1_boxes\.txt", re.DOTALL)
+_ENCRYPTED = 1
 
 
 class TinyImageNetSettings(Settings):

@@ -34,18 +34,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from data_prep.clients import MissingError, shown
 from data_prep.errors import SettingsError, UserError
 from data_prep.progress import doing
 from data_prep.publish import atomic_directory, sole_writer, withdraw, write_atomic, write_json
 from data_prep.remote import (
-    MissingError,
     RemoteError,
     copy_to,
     join,
     names_under,
     read_bytes,
     remove,
-    shown,
     upload,
     write_bytes,
 )

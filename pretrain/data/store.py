@@ -49,12 +49,12 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from data_prep.clients import options_for
+from data_prep.clients import options_for, shown
 from data_prep.errors import UserError
 from data_prep.limits import cause_of
 from data_prep.manifest import DatasetError, Shard
 from data_prep.publish import sync
-from data_prep.remote import ContentError, RemoteError, StoppedError, fetch, shown, tried
+from data_prep.remote import ContentError, RemoteError, StoppedError, fetch, tried
 
 NUM_ATTEMPTS, SILENCE_S = 8, 30.0
 """Number of attempts to fetch a shard, and seconds without data after which an attempt fails."""

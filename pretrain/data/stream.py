@@ -44,7 +44,7 @@ import torch
 from numpy.typing import NDArray
 
 from data_prep import remote
-from data_prep.clients import client
+from data_prep.clients import client, shown
 from data_prep.errors import UserError
 from data_prep.images import Rejection, decode_square
 from data_prep.limits import cause_of
@@ -182,7 +182,7 @@ class Stream:
             if num_empty > len(self._data.urls):
                 raise UserError(
                     "data.dataset",
-                    f"{remote.shown(url)} and the shards before it have no samples",
+                    f"{shown(url)} and the shards before it have no samples",
                     "use tars with KEY.jpg and KEY.cls for each sample",
                     code="empty",
                 )
@@ -202,8 +202,8 @@ class Stream:
                 source = None
                 raise
 
-        def report(problem: str) -> None:
-            print(f"pretrain: {problem}", file=sys.stderr, flush=True)
+        def report(text: str) -> None:
+            print(f"pretrain: {text}", file=sys.stderr, flush=True)
 
         try:
             while (sample := remote.tried(url, take, report=report, stop=self._stop)) is not None:
@@ -211,13 +211,13 @@ class Stream:
                 yield sample
         except remote.ContentError as error:
             fix = "Upload the shard again"
-            raise remote.RemoteError(remote.shown(url), str(error), fix, code="damaged") from None
+            raise remote.RemoteError(shown(url), str(error), fix, code="damaged") from None
 
     def _opened(self, url: str) -> Iterator[Sample]:
         """Yield the samples of a shard, without the members that training does not read."""
         from webdataset.tariterators import group_by_keys  # type: ignore[import-untyped]
 
-        label, shard = self._settings.label.partition(":")[0], remote.shown(url)
+        label, shard = self._settings.label.partition(":")[0], shown(url)
         with self._stream(url) as stream:
             try:
                 for group in group_by_keys(_members(shard, stream)):
@@ -237,7 +237,7 @@ class Stream:
     def _stream(self, url: str) -> Iterator[IO[bytes]]:
         scheme, storage = urlsplit(url).scheme, self._settings.storage
         if scheme in STORES or (scheme in ("http", "https") and storage):
-            whole = {"block_size": 0} if scheme not in STORES else {}  # without range requests
+            whole = {} if scheme in STORES else {"block_size": 0}  # without range requests
             with closing(client(url, storage).open(url, "rb", **whole)) as file:
                 yield file
             return
@@ -248,7 +248,7 @@ class Stream:
         except PermissionError as error:
             raise UserError(
                 "data.dataset",
-                f"{remote.shown(url)} cannot be read ({cause_of(error)})",
+                f"{shown(url)} cannot be read ({cause_of(error)})",
                 "make the file readable",
                 code="unreadable",
             ) from None

@@ -26,8 +26,7 @@ from data_prep.build import tasks
 from data_prep.cli import main
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.publish import sealed, sha256_of, unsealed, write_json
-from tests.moments import Strike
-from tests.moments import wait_until as wait_until  # noqa: PLC0414 (for those who take the rest from here)
+from tests.moments import Strike, wait_until
 
 LOCK = ".lock"
 

@@ -34,13 +34,12 @@ from tests.data_prep.samples import (
     held_at_work,
     picture,
     started,
-    wait_until,
     webp,
     write_classes,
     write_files,
 )
 from tests.errors import printed_errors
-from tests.moments import Strike
+from tests.moments import Strike, wait_until
 from tests.ranks import REPOSITORY
 
 SHAPES = [
@@ -609,7 +608,7 @@ def test_what_is_no_plain_file_or_too_large_has_its_line(
     (source / "ant" / "nowhere.jpg").symlink_to(tmp_path / "nothing")
     os.mkfifo(source / "ant" / "pipe.jpg")
     (source / "ant" / "notes.txt").write_text("kept beside the pictures")
-    monkeypatch.setattr("data_prep.build.build.MAX_INPUT_BYTES", 100_000)
+    monkeypatch.setattr("data_prep.images.rejection.MAX_FILE_BYTES", 100_000)
     with open(source / "ant" / "large.jpg", "wb") as file:
         file.truncate(200_000)
     assert build(source, out, "max_reject_fraction=1") == 0

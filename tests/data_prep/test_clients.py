@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from data_prep import clients
+from data_prep.clients import shown
 from data_prep.errors import Code
-from data_prep.remote import read_bytes, shown, version
+from data_prep.remote import read_bytes, version
 from tests.data_prep.stock import forget_credentials
 from tests.errors import fails
 

@@ -1,6 +1,7 @@
 """`dedup` finds copies of an image and nothing else, drops them from training only, and leaves
 nothing for a second run."""
 
+import io
 import json
 import tracemalloc
 from collections.abc import Callable
@@ -36,15 +37,13 @@ def textured(seed: int, *, size: int = 64) -> Image.Image:
     return Image.fromarray((pixels * 45 + 125).clip(0, 255).astype(np.uint8))
 
 
-def shape(color: str, *, background: str = "white", size: int = 64) -> Image.Image:
-    picture = Image.new("RGB", (size, size), background)
-    picture.paste(color, (size // 5, size // 4, size // 2, size * 3 // 4))
+def shape(color: str, *, background: str = "white") -> Image.Image:
+    picture = Image.new("RGB", (64, 64), background)
+    picture.paste(color, (12, 16, 32, 48))
     return picture
 
 
 def reencoded(picture: Image.Image, quality: int) -> Image.Image:
-    import io
-
     return Image.open(io.BytesIO(encoded(picture, quality=quality))).convert("RGB")
 
 

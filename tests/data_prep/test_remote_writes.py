@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from data_prep import remote
+from data_prep.clients import MissingError
 from data_prep.remote import (
-    MissingError,
     RemoteError,
     StoppedError,
     join,

@@ -29,10 +29,10 @@ from tests.data_prep.samples import (
     forked,
     held_at_work,
     picture,
-    wait_until,
     write_classes,
     write_files,
 )
+from tests.moments import wait_until
 
 CUT = ("samples_per_shard=4", "max_reject_fraction=0.2")
 

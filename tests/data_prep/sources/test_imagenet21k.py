@@ -2,6 +2,7 @@
 and the class."""
 
 import gzip
+import json
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -119,6 +120,16 @@ def test_a_class_of_just_the_limit_is_left_out(tmp_path: Path) -> None:
         ridnik(FORMS["tars"](tmp_path), tmp_path / "out", "source.min_images=7").classes
         == SYNSETS[:1]
     )
+
+
+def test_a_skipped_image_is_counted_once(tmp_path: Path) -> None:
+    names = [f"{wnid}.tar/{next(iter(synset_files(wnid, 1)))}" for wnid in SYNSETS]
+    lines = "".join(json.dumps({"path": name}) + "\n" for name in names)
+    (tmp_path / "list").write_text(lines)
+    words = (f"exclude=[{tmp_path / 'list'}]", "per_class={train: 3, val: 1}")
+    manifest = ridnik(FORMS["tars"](tmp_path), tmp_path / "out", *words)
+    assert manifest.num_left_out["small classes"] == COUNTS[SYNSETS[1]]
+    assert manifest.num_read + sum(manifest.num_left_out.values()) == sum(COUNTS.values())
 
 
 def test_the_held_out_images_depend_on_seed_and_class_alone(tmp_path: Path) -> None:
