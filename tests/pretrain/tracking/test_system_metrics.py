@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from pretrain.ranks.world import World
-from pretrain.tracking.node import NodeSampler, node_report
+from pretrain.tracking.node import NodeSampler, gpu_names, node_report
 
 
 def test_a_sample_of_this_node_bears_mlflows_names(tmp_path: Path) -> None:
@@ -28,6 +28,21 @@ def test_a_run_directory_that_is_gone_costs_its_disk_alone(tmp_path: Path) -> No
     assert "cpu_utilization_percentage" in values and not [
         name for name in values if name.startswith("disk")
     ]
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"), [(None, ["H200"]), ("0", ["H200"]), ("-1", []), ("NoDevFiles", [])]
+)
+def test_a_hidden_gpu_is_not_counted(
+    visible: str | None, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    driver = {"Init": None, "DeviceGetCount": 1, "DeviceGetHandleByIndex": 0}
+    for name, answer in (driver | {"DeviceGetName": "H200"}).items():
+        monkeypatch.setattr(f"pynvml.nvml{name}", lambda *_, answer=answer: answer)
+    assert gpu_names() == names
 
 
 def test_a_driver_or_a_disk_that_hangs_holds_up_no_beat(
