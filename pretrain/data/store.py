@@ -434,8 +434,6 @@ class ShardStore:
         try:
             yield
         except OSError as error:
-            if isinstance(error, RemoteError | ContentError):
-                raise
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             bound = "" if self.max_bytes is None else ", lower data.cache_gb"
             raise StoreError(
