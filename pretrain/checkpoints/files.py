@@ -84,19 +84,19 @@ class Flusher:
     """Sync one file after every FLUSHED_BYTES, because a single sync at the end could look like a
     hang."""
 
-    def __init__(self, every_bytes: int):
-        self._every_bytes, self._in_memory = every_bytes, 0
+    def __init__(self) -> None:
+        self._in_memory = 0
 
     def wrote(self, num_bytes: int, descriptor: int) -> None:
         self._in_memory += num_bytes
-        if self._in_memory >= self._every_bytes:
+        if self._in_memory >= FLUSHED_BYTES:
             flush(descriptor)
             self._in_memory = 0
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write CPU tensors to a file, and return its sha256."""
-    digest, flusher = hashlib.sha256(), Flusher(FLUSHED_BYTES)
+    digest, flusher = hashlib.sha256(), Flusher()
     with open(path, "xb", buffering=0) as file:
         for piece in _pieces(tensors):
             PROGRESS.touch()
