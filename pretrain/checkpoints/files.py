@@ -211,7 +211,7 @@ def load_state(directory: Path) -> tuple[EngineState, TrainerState]:
     engine = EngineState(
         read_tensors(directory / MODEL), read_tensors(directory / OPTIMIZER), num_updates, scale
     )
-    best, lengths = state.pop("best", None), tuple(state.pop("lengths", ()))
+    best, lengths = state.pop("best"), tuple(state.pop("lengths"))
     return engine, TrainerState(**state, best=Best(**best) if best else None, lengths=lengths)
 
 
