@@ -312,7 +312,6 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
     unchecked = data.read_parts if data.settings.verify_hashes == "on_first_read" else ()
     first_read = FirstRead(unchecked, run_dir=run_dir, world=world, device=engine.device)
     store, eval_part = open_store(data.settings, data.read_parts), data.eval_part()
-    bad_log = run_dir / "bad_samples" / f"rank-{world.rank}.jsonl"
     augmentation = Augmentation(
         settings.augment,
         seed=train.seed,
@@ -330,7 +329,7 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
         stop=stop,
         tracker=tracker,
         engine=engine,
-        reader=open_reader(data, seed=train.seed, world=world, store=store, log=bad_log),
+        reader=open_reader(data, seed=train.seed, world=world, store=store),
         eval_reader=(
             ShardReader([eval_part], image_size=data.image_size, store=store) if eval_part else None
         ),
