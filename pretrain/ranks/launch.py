@@ -105,17 +105,17 @@ def _have_joined(pipe: int) -> bool:
 def _watch(ranks: list[subprocess.Popen[bytes]], *, joined: int) -> int:
     while True:
         codes = [rank.poll() for rank in ranks]
-        # ranks that a signal killed come first: the others may have ended because of them
-        for number, code in sorted(enumerate(codes), key=lambda each: (each[1] or 0) >= 0):
-            if code:
-                # the first rank reports an error that all ranks have
-                _wait(ranks if _have_joined(joined) else ranks[:1], LAST_WORDS_S)
-                if code not in (INTERRUPTED, BUSY):
-                    print(
-                        f"launch: rank {number} ended with {describe(code)}; ending the others",
-                        file=sys.stderr,
-                    )
-                return code if code > 0 else 128 - code
+        if failed := [(number, code) for number, code in enumerate(codes) if code]:
+            # a rank that a signal killed comes first: the others may have ended because of it
+            number, code = min(failed, key=lambda each: each[1] > 0)
+            # the first rank reports an error that all ranks have
+            _wait(ranks if _have_joined(joined) else ranks[:1], LAST_WORDS_S)
+            if code not in (INTERRUPTED, BUSY):
+                print(
+                    f"launch: rank {number} ended with {describe(code)}; ending the others",
+                    file=sys.stderr,
+                )
+            return code if code > 0 else 128 - code
         if all(code == 0 for code in codes):
             return 0
         time.sleep(0.05)
