@@ -519,7 +519,7 @@ def batches_of(
         reader,
         order,
         plan,
-        bad_samples=BadSamples(reader, log=log, chosen=reader.parts[0].chosen),
+        bad_samples=BadSamples(reader, log=log),
         previous_in=previous_in,
         node_ranks=node_ranks,
         waits=waits,
