@@ -213,7 +213,7 @@ def _train(options: argparse.Namespace) -> int:
             print(f"{run_dir}: finished before, at step {result['step']}. {fix}")
         return OK
     data = load_training_data(settings.data)
-    check_against_data(data, model=settings.model, train=settings.train, schedule=settings.schedule)
+    check_against_data(data, settings)
     check_length(data, settings)
     check_resume(run_dir, settings.resume)
     check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)

@@ -116,7 +116,7 @@ def _checked_data(settings: TuneSettings, card: ModelCard, *, num_ranks: int) ->
             test=judged.split,
             test_field="data.eval_split",
         )
-    check_against_data(data, model=training.model, train=training.train, schedule=training.schedule)
+    check_against_data(data, training)
     check_settings(Path(settings.run_dir), settings)
     check_length(data, training)
     check_against_ranks(settings.train, settings.augment, num_ranks=num_ranks)

@@ -34,7 +34,7 @@ from data_prep.manifest import (
     load_manifest,
 )
 from data_prep.publish import hash_of_json
-from pretrain.config import DataSettings, ScheduleSettings, TrainSettings, parse_length
+from pretrain.config import DataSettings, PretrainSettings, parse_length
 from pretrain.data.order import (
     AsItComes,
     CanonicalStreams,
@@ -49,7 +49,6 @@ from pretrain.data.order import (
     mixture_weights,
 )
 from pretrain.data.store import ShardStore
-from pretrain.models.spec import ModelSpec
 
 FOLDS = "folds"
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -484,11 +483,9 @@ def expand_shards(words: str) -> tuple[str, ...]:
     return tuple(urls)
 
 
-def check_against_data(
-    data: TrainingData, *, model: ModelSpec, train: TrainSettings, schedule: ScheduleSettings
-) -> int:
-    """Check the settings against the datasets, and return the number of steps of the run."""
-    model.check(image_size=data.image_size)
+def check_against_data(data: TrainingData, settings: PretrainSettings) -> None:
+    settings.model.check(image_size=data.image_size)
+    train, schedule = settings.train, settings.schedule
     batch = train.global_batch_size
     if batch > data.num_samples:
         raise SettingsError(
@@ -509,7 +506,6 @@ def check_against_data(
     warmup = fit_warmup(data.steps(schedule.warmup, global_batch_size=batch), num_steps=steps)
     cooldown = data.steps(schedule.cooldown, global_batch_size=batch)
     check_cooldown(warmup, cooldown, num_steps=steps)
-    return steps
 
 
 def check_cooldown(warmup: int, cooldown: int, *, num_steps: int, length: str = "the run") -> None:
