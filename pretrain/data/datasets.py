@@ -191,7 +191,7 @@ class TrainingData:
         if streams > 1:
             ends = stream_ends(self.num_samples, streams)
             orders = [
-                self._order(0, end - first, number, seed=seed, batch=global_batch_size)
+                self._order(0, end - first, seed=seed, batch=global_batch_size, stream=number)
                 for number, (first, end) in enumerate(pairwise(ends))
             ]
             # if block_size is the shard size, each block is a shard, so each shard is in one window
@@ -274,11 +274,13 @@ class TrainingData:
         part = self.eval_part()
         return baselines(len(self.classes), part.content.largest_class if part else None)
 
-    def _order(self, number: int, num_samples: int, *stream: int, seed: int, batch: int) -> Order:
+    def _order(
+        self, number: int, num_samples: int, *, seed: int, batch: int, stream: int | None = None
+    ) -> Order:
         data, part = self.settings, self.parts[number]
         differs = [number] if number else []  # two uses of a dataset need two orders
-        if stream:
-            differs = [data.canonical_streams, *stream]
+        if stream is not None:
+            differs = [data.canonical_streams, stream]
         key = int(hash64(hex_key(part.manifest.content_hash), seed, *differs) >> 1)
         length = num_samples
         if data.last_batch != "carry":
