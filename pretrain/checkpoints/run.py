@@ -184,6 +184,8 @@ def finished_result(run_dir: Path, asked: Settings | None = None) -> dict[str, A
     """Return the result of a finished run, or None. `asked`: current settings. A training run is
     not finished if they ask for another number of steps."""
     config, path, duration = run_dir / CONFIG_FILE, run_dir / RESULT, None
+    if not path.exists():  # without a result, the config may belong to another command
+        return None
     if isinstance(asked, TrainingSettings) and config.exists():
         # read before the result, because `claim` removes the result first
         duration = read_yaml(config)["train"]["duration"]

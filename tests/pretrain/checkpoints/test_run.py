@@ -192,6 +192,7 @@ def test_a_damaged_record_of_a_run_is_named_with_the_remedy(
     if name == "config.yaml":
         first_checkpoint.rename(tmp_path / "elsewhere")
         assert not check_settings(tmp_path, settings_with())
+        assert finished_result(tmp_path, settings_with()) is None
 
 
 def test_the_run_of_another_verb_and_a_dataset_are_named_as_such(
