@@ -154,9 +154,11 @@ def checkpoint_at(place: str) -> Path | None:
     length to a step."""
     name, words = run_and_length(place)
     run_dir = Path(name)
-    if not words or not (run_dir / CONFIG_FILE).is_file():
+    config = run_dir / CONFIG_FILE
+    begun = read_yaml(config) if words and config.is_file() else {}
+    if "train" not in begun:  # only trainings have lengths
         return None
-    begun, length = read_yaml(run_dir / CONFIG_FILE), parse_length(words)
+    length = parse_length(words)
     if length.unit == "steps":
         step = int(length.amount)
     else:
