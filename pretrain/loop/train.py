@@ -230,9 +230,7 @@ def train(task: Task, world: World) -> Outcome:
                 at_end=at_end,
                 stuck_wait_s=stop.stuck_wait_s,
                 report=node_report(world, run_dir),
-                received=lambda _rank, report: tracker.system(
-                    report["values"], node=report["node"]
-                ),
+                received=lambda report: tracker.system(report["values"], node=report["node"]),
             )
             try:
                 return _run(trainer, task)
