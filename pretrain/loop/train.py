@@ -352,7 +352,7 @@ def _run(trainer: Trainer, task: Task) -> Outcome:
         if len(trainer.lengths) > 1:
             result["lengths"] = trainer.lengths
         if outcome.scores is not None:
-            result |= outcome.scores.metrics("eval")
+            result |= outcome.scores.metrics()
         save_result(trainer.run_dir, result)
         task.record_result(result, tracker)
     # together: a rank that left would not notice the death of a rank that is still closing

@@ -328,7 +328,7 @@ class Trainer:
             return
         self.scores, self.scored_step, self.owes_evaluation = scores, self.step, False
         self.saver.judge(self.step, top1=scores.top1)
-        self.tracker.metrics(scores.metrics("eval"), step=self.step)
+        self.tracker.metrics(scores.metrics(), step=self.step)
         self.line.note = in_words(self.reading, scores, scored_step=self.step)
         self.line.log_now()  # in a log, new scores get their own line
 

@@ -159,12 +159,8 @@ def test_there_is_no_real_score_without_its_labels(shapes: Path) -> None:
         world=World(0, 0, 1),
         stop=StopFlag(),
     )
-    assert scores.real is None and set(scores.metrics("eval")) == {
-        "eval/top1",
-        "eval/top5",
-        "eval/loss",
-    }
-    assert set(replace(scores, real=0.5).metrics("eval")) == {
+    assert scores.real is None and set(scores.metrics()) == {"eval/top1", "eval/top5", "eval/loss"}
+    assert set(replace(scores, real=0.5).metrics()) == {
         "eval/top1",
         "eval/top5",
         "eval/loss",
