@@ -37,13 +37,7 @@ from pretrain.checkpoints.card import CONFIG, MODEL, ModelCard, WeightsError, co
 from pretrain.checkpoints.checkpoint import HASHES, LATEST, OPTIMIZER, TRAINER, Checkpoint
 from pretrain.checkpoints.run import checkpoint_dir, checkpoints_dir, list_checkpoints, step_of
 from pretrain.checkpoints.timm_weights import by_our_names, model_of_timm
-from pretrain.checkpoints.weights import (
-    check_finite,
-    check_fit,
-    load_strictly,
-    needed_shapes,
-    shapes,
-)
+from pretrain.checkpoints.weights import check_weights, load_strictly
 from pretrain.engine.step import EngineState
 from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
@@ -320,9 +314,7 @@ def save_folder(directory: Path, *, card: ModelCard, weights: Mapping[str, Tenso
     """
     with torch.device("meta"):
         model = build_model(card.model, num_classes=len(card.classes), image_size=card.image_size)
-    given = shapes(weights)
-    check_fit(given, needed_shapes(model, given), source=directory, label=card.model.label)
-    check_finite(weights, source=directory)
+    check_weights(model, weights, source=directory, label=card.model.label)
     with atomic_directory(directory) as temporary:
         write_json(temporary / CONFIG, config_of(card))
         on_cpu = {name: tensor.cpu() for name, tensor in weights.items()}
