@@ -256,13 +256,9 @@ def _share(counts: Ids, weight: int, total: int) -> Ids:
 def mixture_weights(weights: Sequence[float | None], sizes: Sequence[int]) -> tuple[int, ...]:
     """Return integer weights without a common divisor. If there are no weights, all samples are
     equally frequent."""
-    if all(weight is None for weight in weights):
-        wanted = np.array(sizes, np.int64)
-    else:
-        assert all(weight is not None for weight in weights), weights
-        wanted = np.array(
-            [round(1_000_000 * weight) for weight in weights if weight is not None], np.int64
-        )
+    given = [round(1_000_000 * weight) for weight in weights if weight is not None]
+    assert len(given) in (0, len(weights)), weights
+    wanted = np.array(given or sizes, np.int64)
     reduced = wanted // np.gcd.reduce(wanted)
     if reduced.sum() > LARGEST_SUM:
         shares = " : ".join(map(str, reduced.tolist()))
