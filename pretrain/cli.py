@@ -299,9 +299,8 @@ def leave(finished: bool, *, run_dir: Path | None, is_first: bool, more: Sequenc
     sys.stdout.flush()
     sys.stderr.flush()
     code = OK if finished or not is_first or "SLURM_JOB_ID" not in os.environ else INTERRUPTED
-    os._exit(
-        code
-    )  # after gloo, interpreter shutdown sometimes crashes in a destructor (SEEN: 7 of 37 runs)
+    # after gloo, interpreter shutdown sometimes crashes in a destructor (SEEN: 7 of 37 runs)
+    os._exit(code)
 
 
 def _preview(options: argparse.Namespace) -> int:

@@ -214,10 +214,8 @@ class Mixture:
         rows = np.arange(len(positions))
         for source in range(len(self.weights) - 1):
             weight, total = self.weights[source], sum(self.weights[source:])
-            before, after = (
-                _share(places[rows], weight, total),
-                _share(places[rows] + 1, weight, total),
-            )
+            before = _share(places[rows], weight, total)
+            after = _share(places[rows] + 1, weight, total)
             is_here = after > before
             places[rows] = np.where(is_here, before, places[rows] - before)
             rows = rows[~is_here]

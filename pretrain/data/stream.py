@@ -284,11 +284,8 @@ class Stream:
     # ---- from samples to images and labels
 
     def decode(self, samples: list[Sample]) -> list[Decoded]:
-        manifest, decoded, shape = (
-            self._data.parts[0].manifest,
-            list[Decoded](),
-            (self.stored_size, self.stored_size, 3),
-        )
+        manifest, decoded = self._data.parts[0].manifest, list[Decoded]()
+        shape = (self.stored_size, self.stored_size, 3)
         for sample in samples:
             try:
                 label, image_HWC = self._label(sample), np.empty(shape, np.uint8)

@@ -210,10 +210,8 @@ class Trainer:
             self.lengths = start.lengths or self.lengths
             return
         self.lengths = (*start.lengths, self.num_steps)
-        before, now = (
-            self._schedule_of(start.lengths[-1]).lr(self.step),
-            self.schedule.lr(self.step),
-        )
+        before = self._schedule_of(start.lengths[-1]).lr(self.step)
+        now = self.schedule.lr(self.step)
         counts = " -> ".join(f"{count:,}" for count in self.lengths)
         words = f"{counts} steps, at step {self.step:,}"
         if before != now and self.step < self.num_steps:

@@ -413,10 +413,8 @@ class Watchdog:
             self._is_ending = True
         stacks = self._stacks if verdict.wants_stacks else None
         is_printer = self._world.is_first
-        if verdict.peer.rank == 0 and verdict.why not in (
-            "waits",
-            "hangs",
-        ):  # the first rank cannot print
+        # the first rank cannot print
+        if verdict.peer.rank == 0 and verdict.why not in ("waits", "hangs"):
             is_first_node = self._world.rank == self._world.local_rank
             is_printer = self._world.local_rank == int(is_first_node)
         if is_printer:
