@@ -34,6 +34,7 @@ from pretrain.checkpoints.run import (
     steps_of,
 )
 from pretrain.config import (
+    PixelOrder,
     PretrainSettings,
     SinkName,
     check_against_ranks,
@@ -43,6 +44,7 @@ from pretrain.config import (
 from pretrain.data.datasets import StreamData, TrainingData, check_against_data, load_training_data
 from pretrain.engine.zero_cost import NUM_STATES
 from pretrain.models.imported import allow_import, code_of
+from pretrain.models.spec import ModelSpec
 from pretrain.ranks.launch import LAUNCHED_WITH, launch
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World, free_port, rank_of, read_alone, read_world
@@ -256,17 +258,8 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
             problem = f"{settings.train.duration} is {num_steps:,} steps, but {source} is at step"
             fix = "set a longer duration"
             raise SettingsError("train.duration", f"{problem} {card.step:,}", fix, code="bad-value")
-    there, here = (
-        {
-            "model": spec.model_dump(mode="json"),
-            "image_size": size,
-            "data.pixel_permutation": pixels.pixel_permutation,
-        }
-        for spec, size, pixels in (
-            (card.model, card.image_size, card),
-            (settings.model, data.image_size, settings.data),
-        )
-    )
+    there = _facts_of_weights(card.model, card.image_size, card)
+    here = _facts_of_weights(settings.model, data.image_size, settings.data)
     if differ := differences(there, here, is_free=lambda key, old, new: key == "model.dropout"):
         problem = f"the model differs from the model in {source} ({differ})"
         fix = "set the same model, or choose another source"
@@ -280,6 +273,15 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
             if warning := card.other_pixels(part.manifest, dataset=str(part.directory)):
                 print(f"pretrain: {warning}", file=sys.stderr)
     return found
+
+
+def _facts_of_weights(model: ModelSpec, image_size: int, pixels: PixelOrder) -> dict[str, Any]:
+    """Return the facts that weights and a run that begins with them must share."""
+    return {
+        "model": model.model_dump(mode="json"),
+        "image_size": image_size,
+        "data.pixel_permutation": pixels.pixel_permutation,
+    }
 
 
 def leave(finished: bool, *, run_dir: Path | None, is_first: bool, more: Sequence[str] = ()) -> int:
