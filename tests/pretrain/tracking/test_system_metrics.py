@@ -30,19 +30,14 @@ def test_a_run_directory_that_is_gone_costs_its_disk_alone(tmp_path: Path) -> No
     ]
 
 
-@pytest.mark.parametrize(
-    ("visible", "names"), [(None, ["H200"]), ("0", ["H200"]), ("-1", []), ("NoDevFiles", [])]
-)
+@pytest.mark.parametrize(("visible", "count"), [("0", 1), ("-1", 0), ("NoDevFiles", 0)])
 def test_a_hidden_gpu_is_not_counted(
-    visible: str | None, names: list[str], monkeypatch: pytest.MonkeyPatch
+    visible: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    driver = {"Init": None, "DeviceGetCount": 1, "DeviceGetHandleByIndex": 0}
-    for name, answer in (driver | {"DeviceGetName": "H200"}).items():
-        monkeypatch.setattr(f"pynvml.nvml{name}", lambda *_, answer=answer: answer)
-    assert gpu_names() == names
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    for name in ("Init", "DeviceGetCount", "DeviceGetHandleByIndex", "DeviceGetName"):
+        monkeypatch.setattr(f"pynvml.nvml{name}", lambda *_: 1)
+    assert len(gpu_names()) == count
 
 
 def test_a_driver_or_a_disk_that_hangs_holds_up_no_beat(
