@@ -239,8 +239,7 @@ def _train(options: argparse.Namespace) -> int:
     from pretrain.loop.train import Pretraining, summary, train
 
     outcome = train(Pretraining(settings, data, start), world)
-    dataset = settings.data.eval_dataset or settings.data.dataset
-    more = summary(outcome, run_dir, dataset=dataset, data=data) if outcome.finished else []
+    more = summary(outcome, run_dir, data) if outcome.finished else []
     return leave(outcome.finished, run_dir=run_dir, is_first=world.is_first, more=more)
 
 

@@ -94,8 +94,7 @@ def _tune(options: argparse.Namespace) -> int:
 
     if repeats == [settings]:
         outcome = train(Tuning(settings, data, checkpoint), world)
-        dataset = settings.data.dataset
-        more = end_of(outcome, run_dir, dataset=dataset, data=data) if outcome.finished else []
+        more = end_of(outcome, run_dir, data) if outcome.finished else []
         return leave(outcome.finished, run_dir=run_dir, is_first=world.is_first, more=more)
     finished = tune_repeatedly(settings, checked, checkpoint, world)
     if world.is_first:

@@ -179,7 +179,7 @@ class Pretraining(Task):
         )
 
 
-def summary(outcome: Outcome, run_dir: Path, *, dataset: str, data: TrainingData) -> list[str]:
+def summary(outcome: Outcome, run_dir: Path, data: TrainingData) -> list[str]:
     """Return the last lines of a finished run: scores, weights and next commands."""
     scores, best, run = outcome.scores, outcome.best, shlex.quote(str(run_dir))
     weights = checkpoint_dir(run_dir, outcome.step)
@@ -193,7 +193,8 @@ def summary(outcome: Outcome, run_dir: Path, *, dataset: str, data: TrainingData
         rows += [("speed", f"{outcome.images_per_s:,.0f} images/s")]
     rows += [("next", f"finetune predict {run} IMAGES --out predictions.csv")]
     if scores is not None:
-        rows += [("", f"finetune evaluate pretrained={run} dataset={shlex.quote(dataset)}")]
+        dataset = shlex.quote(data.settings.eval_dataset or data.settings.dataset)
+        rows += [("", f"finetune evaluate pretrained={run} dataset={dataset}")]
     return [f"  {name:8} {words}" for name, words in rows]
 
 
