@@ -219,7 +219,8 @@ def _train(options: argparse.Namespace) -> int:
     check_length(data, settings)
     check_resume(run_dir, settings.resume)
     check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
-    data.check_ranks(world.num_ranks)
+    if isinstance(data, StreamData):
+        data.check_ranks(world.num_ranks)
     start = _start_of(settings, data, world)
     if options.ranks or (world.is_first and LAUNCHED_WITH not in os.environ):
         engine = settings.engine

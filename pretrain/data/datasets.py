@@ -175,9 +175,6 @@ class TrainingData:
         mean = shares @ means
         return _triple(mean), _triple(np.sqrt(np.maximum(shares @ squares - mean**2, 0)))
 
-    def check_ranks(self, num_ranks: int) -> None:
-        """Raise SettingsError if a stream has fewer shards than ranks."""
-
     @property
     def squares(self) -> tuple[CropPolicy, Filter] | tuple[None, None]:
         """Crop and interpolation that made the stored images square; (None, None) if the datasets
@@ -317,6 +314,7 @@ class StreamData(TrainingData):
         return self.evaluated
 
     def check_ranks(self, num_ranks: int) -> None:
+        """Raise SettingsError if there are fewer shards than ranks."""
         if len(self.urls) < num_ranks:
             raise SettingsError(
                 "data.dataset",
