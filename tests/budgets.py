@@ -20,7 +20,7 @@ TARGETS = {
 }
 CEILINGS = {
     "data_prep": 446_800,
-    "pretrain": 637_172,
+    "pretrain": 637_318,
     "finetune": 230_973,
     "analysis": 226_200,
     "cluster": 131_462,
