@@ -206,12 +206,8 @@ class Work:
             if checkpoint or not source:
                 check_room(settings, load_manifest(settings.data.dataset), checkpoint)
         if isinstance(settings, PretrainSettings):
-            check_against_data(
-                _data_of(settings.data.model_dump_json(), settings.data.dataset),
-                model=settings.model,
-                train=settings.train,
-                schedule=settings.schedule,
-            )
+            data = _data_of(settings.data.model_dump_json(), settings.data.dataset)
+            check_against_data(data, settings)
 
     @property
     def _has_data(self) -> bool:

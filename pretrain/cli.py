@@ -34,6 +34,7 @@ from pretrain.checkpoints.run import (
     steps_of,
 )
 from pretrain.config import (
+    PixelOrder,
     PretrainSettings,
     SinkName,
     check_against_ranks,
@@ -43,6 +44,7 @@ from pretrain.config import (
 from pretrain.data.datasets import StreamData, TrainingData, check_against_data, load_training_data
 from pretrain.engine.zero_cost import NUM_STATES
 from pretrain.models.imported import allow_import, code_of
+from pretrain.models.spec import ModelSpec
 from pretrain.ranks.launch import LAUNCHED_WITH, launch
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World, free_port, rank_of, read_alone, read_world
@@ -213,11 +215,12 @@ def _train(options: argparse.Namespace) -> int:
             print(f"{run_dir}: finished before, at step {result['step']}. {fix}")
         return OK
     data = load_training_data(settings.data)
-    check_against_data(data, model=settings.model, train=settings.train, schedule=settings.schedule)
+    check_against_data(data, settings)
     check_length(data, settings)
     check_resume(run_dir, settings.resume)
     check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
-    data.check_ranks(world.num_ranks)
+    if isinstance(data, StreamData):
+        data.check_ranks(world.num_ranks)
     start = _start_of(settings, data, world)
     if options.ranks or (world.is_first and LAUNCHED_WITH not in os.environ):
         engine = settings.engine
@@ -237,8 +240,7 @@ def _train(options: argparse.Namespace) -> int:
     from pretrain.loop.train import Pretraining, summary, train
 
     outcome = train(Pretraining(settings, data, start), world)
-    dataset = settings.data.eval_dataset or settings.data.dataset
-    more = summary(outcome, run_dir, dataset=dataset, data=data) if outcome.finished else []
+    more = summary(outcome, run_dir, data) if outcome.finished else []
     return leave(outcome.finished, run_dir=run_dir, is_first=world.is_first, more=more)
 
 
@@ -256,17 +258,8 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
             problem = f"{settings.train.duration} is {num_steps:,} steps, but {source} is at step"
             fix = "set a longer duration"
             raise SettingsError("train.duration", f"{problem} {card.step:,}", fix, code="bad-value")
-    there, here = (
-        {
-            "model": spec.model_dump(mode="json"),
-            "image_size": size,
-            "data.pixel_permutation": pixels.pixel_permutation,
-        }
-        for spec, size, pixels in (
-            (card.model, card.image_size, card),
-            (settings.model, data.image_size, settings.data),
-        )
-    )
+    there = _facts_of_weights(card.model, card.image_size, card)
+    here = _facts_of_weights(settings.model, data.image_size, settings.data)
     if differ := differences(there, here, is_free=lambda key, old, new: key == "model.dropout"):
         problem = f"the model differs from the model in {source} ({differ})"
         fix = "set the same model, or choose another source"
@@ -280,6 +273,15 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
             if warning := card.other_pixels(part.manifest, dataset=str(part.directory)):
                 print(f"pretrain: {warning}", file=sys.stderr)
     return found
+
+
+def _facts_of_weights(model: ModelSpec, image_size: int, pixels: PixelOrder) -> dict[str, Any]:
+    """Return the facts that weights and a run that begins with them must share."""
+    return {
+        "model": model.model_dump(mode="json"),
+        "image_size": image_size,
+        "data.pixel_permutation": pixels.pixel_permutation,
+    }
 
 
 def leave(finished: bool, *, run_dir: Path | None, is_first: bool, more: Sequence[str] = ()) -> int:
@@ -299,9 +301,8 @@ def leave(finished: bool, *, run_dir: Path | None, is_first: bool, more: Sequenc
     sys.stdout.flush()
     sys.stderr.flush()
     code = OK if finished or not is_first or "SLURM_JOB_ID" not in os.environ else INTERRUPTED
-    os._exit(
-        code
-    )  # after gloo, interpreter shutdown sometimes crashes in a destructor (SEEN: 7 of 37 runs)
+    # after gloo, interpreter shutdown sometimes crashes in a destructor (SEEN: 7 of 37 runs)
+    os._exit(code)
 
 
 def _preview(options: argparse.Namespace) -> int:

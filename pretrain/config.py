@@ -319,12 +319,9 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
     @property
     def datasets(self) -> tuple[str, ...]:
         """Addresses of all training datasets, or of `eval_dataset` for a stream."""
-        of_evaluation = () if self.eval_dataset is None else (self.eval_dataset,)
-        return (
-            of_evaluation
-            if self.stream
-            else (self.dataset, *(other.dataset for other in self.extra_datasets))
-        )
+        if not self.stream:
+            return (self.dataset, *(other.dataset for other in self.extra_datasets))
+        return () if self.eval_dataset is None else (self.eval_dataset,)
 
 
 class AugmentSettings(Settings):
@@ -708,18 +705,17 @@ class TrainingSettings(Settings):
     record: RecordSettings = RecordSettings()
 
     @model_validator(mode="after")
-    def _stream_can_be_mixed(self) -> Self:
+    def _sections_fit(self) -> Self:
         is_ordered = not (self.data.stream and self.augment.mixes_previous)
         check_needs(self.augment, "augment", {"mixup_pairing": (is_ordered, "data.stream=false")})
-        return self
-
-    @model_validator(mode="after")
-    def _batches_can_be_cut(self) -> Self:
         check_against_ranks(self.train, self.augment, num_ranks=1)
+        self._check_canonical_streams()
+        check_schedule(self.schedule, self.optimizer.lr)
+        is_known = self.data.eval_split is not None or not self.checkpoint.keep_best
+        check_needs(self.checkpoint, "checkpoint", {"keep_best": (is_known, "data.eval_split")})
         return self
 
-    @model_validator(mode="after")
-    def _streams_have_equal_parts(self) -> Self:
+    def _check_canonical_streams(self) -> None:
         streams, batch = self.data.canonical_streams, self.train.global_batch_size
         is_ordered = not (streams > 1 and self.augment.mixes_previous)
         check_needs(
@@ -735,18 +731,6 @@ class TrainingSettings(Settings):
                 f"set data.canonical_streams={nearest}, or another train.global_batch_size",
                 code="mismatch",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _rate_falls(self) -> Self:
-        check_schedule(self.schedule, self.optimizer.lr)
-        return self
-
-    @model_validator(mode="after")
-    def _best_is_known(self) -> Self:
-        is_known = self.data.eval_split is not None or not self.checkpoint.keep_best
-        check_needs(self.checkpoint, "checkpoint", {"keep_best": (is_known, "data.eval_split")})
-        return self
 
 
 class PretrainSettings(TrainingSettings):

@@ -20,7 +20,7 @@ TARGETS = {
 }
 CEILINGS = {
     "data_prep": 445_255,
-    "pretrain": 637_829,
+    "pretrain": 637_318,
     "finetune": 230_973,
     "analysis": 226_080,
     "cluster": 131_462,

@@ -46,7 +46,7 @@ from finetune.probe.config import KnnSettings, ProbeSettings
 from finetune.session import Backbone, PatientGroup, open_backbone
 from finetune.split import batches_of, view_of
 from pretrain.checkpoints.checkpoint import Checkpoint
-from pretrain.checkpoints.files import FLUSHED_BYTES, Flusher, flush
+from pretrain.checkpoints.files import Flusher, flush
 from pretrain.data.datasets import Part
 from pretrain.data.reader import ShardReader, reading
 from pretrain.models.cost import forward_flops
@@ -293,7 +293,7 @@ class _File:
     @contextmanager
     def opened(self) -> Iterator[None]:
         self._start = np.lib.format.open_memmap(_visible(self.path), "r").offset
-        self._flusher = Flusher(FLUSHED_BYTES)
+        self._flusher = Flusher()
         with open(self.path, "r+b") as self._file:
             yield
 

@@ -94,8 +94,7 @@ def _tune(options: argparse.Namespace) -> int:
 
     if repeats == [settings]:
         outcome = train(Tuning(settings, data, checkpoint), world)
-        dataset = settings.data.dataset
-        more = end_of(outcome, run_dir, dataset=dataset, data=data) if outcome.finished else []
+        more = end_of(outcome, run_dir, data) if outcome.finished else []
         return leave(outcome.finished, run_dir=run_dir, is_first=world.is_first, more=more)
     finished = tune_repeatedly(settings, checked, checkpoint, world)
     if world.is_first:
@@ -116,7 +115,7 @@ def _checked_data(settings: TuneSettings, card: ModelCard, *, num_ranks: int) ->
             test=judged.split,
             test_field="data.eval_split",
         )
-    check_against_data(data, model=training.model, train=training.train, schedule=training.schedule)
+    check_against_data(data, training)
     check_settings(Path(settings.run_dir), settings)
     check_length(data, training)
     check_against_ranks(settings.train, settings.augment, num_ranks=num_ranks)

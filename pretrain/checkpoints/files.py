@@ -37,13 +37,7 @@ from pretrain.checkpoints.card import CONFIG, MODEL, ModelCard, WeightsError, co
 from pretrain.checkpoints.checkpoint import HASHES, LATEST, OPTIMIZER, TRAINER, Checkpoint
 from pretrain.checkpoints.run import checkpoint_dir, checkpoints_dir, list_checkpoints, step_of
 from pretrain.checkpoints.timm_weights import by_our_names, model_of_timm
-from pretrain.checkpoints.weights import (
-    check_finite,
-    check_fit,
-    load_strictly,
-    needed_shapes,
-    shapes,
-)
+from pretrain.checkpoints.weights import check_weights, load_strictly
 from pretrain.engine.step import EngineState
 from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
@@ -84,19 +78,19 @@ class Flusher:
     """Sync one file after every FLUSHED_BYTES, because a single sync at the end could look like a
     hang."""
 
-    def __init__(self, every_bytes: int):
-        self._every_bytes, self._in_memory = every_bytes, 0
+    def __init__(self) -> None:
+        self._in_memory = 0
 
     def wrote(self, num_bytes: int, descriptor: int) -> None:
         self._in_memory += num_bytes
-        if self._in_memory >= self._every_bytes:
+        if self._in_memory >= FLUSHED_BYTES:
             flush(descriptor)
             self._in_memory = 0
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write CPU tensors to a file, and return its sha256."""
-    digest, flusher = hashlib.sha256(), Flusher(FLUSHED_BYTES)
+    digest, flusher = hashlib.sha256(), Flusher()
     with open(path, "xb", buffering=0) as file:
         for piece in _pieces(tensors):
             PROGRESS.touch()
@@ -211,7 +205,7 @@ def load_state(directory: Path) -> tuple[EngineState, TrainerState]:
     engine = EngineState(
         read_tensors(directory / MODEL), read_tensors(directory / OPTIMIZER), num_updates, scale
     )
-    best, lengths = state.pop("best", None), tuple(state.pop("lengths", ()))
+    best, lengths = state.pop("best"), tuple(state.pop("lengths"))
     return engine, TrainerState(**state, best=Best(**best) if best else None, lengths=lengths)
 
 
@@ -320,9 +314,7 @@ def save_folder(directory: Path, *, card: ModelCard, weights: Mapping[str, Tenso
     """
     with torch.device("meta"):
         model = build_model(card.model, num_classes=len(card.classes), image_size=card.image_size)
-    given = shapes(weights)
-    check_fit(given, needed_shapes(model, given), source=directory, label=card.model.label)
-    check_finite(weights, source=directory)
+    check_weights(model, weights, source=directory, label=card.model.label)
     with atomic_directory(directory) as temporary:
         write_json(temporary / CONFIG, config_of(card))
         on_cpu = {name: tensor.cpu() for name, tensor in weights.items()}

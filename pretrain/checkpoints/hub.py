@@ -77,8 +77,6 @@ def hub_errors(field: str, repository: str) -> Iterator[None]:
     library.setLevel(logging.ERROR)
     try:
         yield
-    except UserError:
-        raise
     except (HFValidationError, httpx2.HTTPError, OSError, RuntimeError) as error:
         problem, fix, code = _explain(error, repository)
         raise HubError(field, problem, fix, code=code) from None

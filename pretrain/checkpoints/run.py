@@ -154,9 +154,11 @@ def checkpoint_at(place: str) -> Path | None:
     length to a step."""
     name, words = run_and_length(place)
     run_dir = Path(name)
-    if not words or not (run_dir / CONFIG_FILE).is_file():
+    config = run_dir / CONFIG_FILE
+    begun = read_yaml(config) if words and config.is_file() else {}
+    if "train" not in begun:  # only trainings have lengths
         return None
-    begun, length = read_yaml(run_dir / CONFIG_FILE), parse_length(words)
+    length = parse_length(words)
     if length.unit == "steps":
         step = int(length.amount)
     else:
@@ -184,6 +186,8 @@ def finished_result(run_dir: Path, asked: Settings | None = None) -> dict[str, A
     """Return the result of a finished run, or None. `asked`: current settings. A training run is
     not finished if they ask for another number of steps."""
     config, path, duration = run_dir / CONFIG_FILE, run_dir / RESULT, None
+    if not path.exists():  # without a result, the config may belong to another command
+        return None
     if isinstance(asked, TrainingSettings) and config.exists():
         # read before the result, because `claim` removes the result first
         duration = read_yaml(config)["train"]["duration"]

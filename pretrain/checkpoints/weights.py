@@ -69,14 +69,20 @@ def check_finite(weights: Mapping[str, Tensor], *, source: object) -> None:
         )
 
 
-def load_strictly(
+def check_weights(
     model: nn.Module, weights: Mapping[str, Tensor], *, source: object, label: str
 ) -> None:
-    """Load weights. Raise WeightsError unless they are finite and have exactly the model's names
-    and shapes."""
+    """Raise WeightsError unless the weights are finite and have exactly the model's names and
+    shapes."""
     given = shapes(weights)
     check_fit(given, needed_shapes(model, given), source=source, label=label)
     check_finite(weights, source=source)
+
+
+def load_strictly(
+    model: nn.Module, weights: Mapping[str, Tensor], *, source: object, label: str
+) -> None:
+    check_weights(model, weights, source=source, label=label)
     model.load_state_dict(dict(weights))
 
 

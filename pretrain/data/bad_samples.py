@@ -60,10 +60,9 @@ class BadSampleLog:
 class BadSamples(BadSampleLog):
     """Stand-ins for the bad samples of one reader."""
 
-    def __init__(self, reader: ShardReader, *, log: Path | None = None, chosen: Ids | None = None):
-        """`chosen`: samples of the fold, which are the only possible stand-ins."""
+    def __init__(self, reader: ShardReader, *, log: Path | None = None):
         super().__init__(log)
-        self._reader, self._chosen = reader, chosen
+        self._reader = reader
 
     def replace(self, bad: Sequence[Unreadable], ids: Ids, batch_BHWC: Tensor) -> Ids:
         """Fill the rows of bad samples with their stand-ins. Return `ids` with the ids of the
@@ -74,11 +73,12 @@ class BadSamples(BadSampleLog):
         return shown
 
     def _stand_in(self, bad: Unreadable, place_1HWC: Tensor) -> int:
+        fold = self._reader.parts[0].chosen
         for attempt in range(MAX_ATTEMPTS):
-            if self._chosen is None:
+            if fold is None:
                 candidate = self._reader.stand_in(bad.sample, attempt)
             else:
-                candidate = int(self._chosen[int(hash64(bad.sample, attempt)) % len(self._chosen)])
+                candidate = int(fold[int(hash64(bad.sample, attempt)) % len(fold)])
             if not self._reader.read(self._reader.locate(np.array([candidate])), place_1HWC):
                 self.note(bad, candidate, known_as=bad.sample)
                 return candidate

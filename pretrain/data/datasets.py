@@ -34,7 +34,7 @@ from data_prep.manifest import (
     load_manifest,
 )
 from data_prep.publish import hash_of_json
-from pretrain.config import DataSettings, ScheduleSettings, TrainSettings, parse_length
+from pretrain.config import DataSettings, PretrainSettings, parse_length
 from pretrain.data.order import (
     AsItComes,
     CanonicalStreams,
@@ -49,7 +49,6 @@ from pretrain.data.order import (
     mixture_weights,
 )
 from pretrain.data.store import ShardStore
-from pretrain.models.spec import ModelSpec
 
 FOLDS = "folds"
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -176,9 +175,6 @@ class TrainingData:
         mean = shares @ means
         return _triple(mean), _triple(np.sqrt(np.maximum(shares @ squares - mean**2, 0)))
 
-    def check_ranks(self, num_ranks: int) -> None:
-        """Raise SettingsError if a stream has fewer shards than ranks."""
-
     @property
     def squares(self) -> tuple[CropPolicy, Filter] | tuple[None, None]:
         """Crop and interpolation that made the stored images square; (None, None) if the datasets
@@ -192,7 +188,7 @@ class TrainingData:
         if streams > 1:
             ends = stream_ends(self.num_samples, streams)
             orders = [
-                self._order(0, end - first, number, seed=seed, batch=global_batch_size)
+                self._order(0, end - first, seed=seed, batch=global_batch_size, stream=number)
                 for number, (first, end) in enumerate(pairwise(ends))
             ]
             # if block_size is the shard size, each block is a shard, so each shard is in one window
@@ -275,11 +271,13 @@ class TrainingData:
         part = self.eval_part()
         return baselines(len(self.classes), part.content.largest_class if part else None)
 
-    def _order(self, number: int, num_samples: int, *stream: int, seed: int, batch: int) -> Order:
+    def _order(
+        self, number: int, num_samples: int, *, seed: int, batch: int, stream: int | None = None
+    ) -> Order:
         data, part = self.settings, self.parts[number]
         differs = [number] if number else []  # two uses of a dataset need two orders
-        if stream:
-            differs = [data.canonical_streams, *stream]
+        if stream is not None:
+            differs = [data.canonical_streams, stream]
         key = int(hash64(hex_key(part.manifest.content_hash), seed, *differs) >> 1)
         length = num_samples
         if data.last_batch != "carry":
@@ -316,6 +314,7 @@ class StreamData(TrainingData):
         return self.evaluated
 
     def check_ranks(self, num_ranks: int) -> None:
+        """Raise SettingsError if there are fewer shards than ranks."""
         if len(self.urls) < num_ranks:
             raise SettingsError(
                 "data.dataset",
@@ -484,11 +483,9 @@ def expand_shards(words: str) -> tuple[str, ...]:
     return tuple(urls)
 
 
-def check_against_data(
-    data: TrainingData, *, model: ModelSpec, train: TrainSettings, schedule: ScheduleSettings
-) -> int:
-    """Check the settings against the datasets, and return the number of steps of the run."""
-    model.check(image_size=data.image_size)
+def check_against_data(data: TrainingData, settings: PretrainSettings) -> None:
+    settings.model.check(image_size=data.image_size)
+    train, schedule = settings.train, settings.schedule
     batch = train.global_batch_size
     if batch > data.num_samples:
         raise SettingsError(
@@ -509,7 +506,6 @@ def check_against_data(
     warmup = fit_warmup(data.steps(schedule.warmup, global_batch_size=batch), num_steps=steps)
     cooldown = data.steps(schedule.cooldown, global_batch_size=batch)
     check_cooldown(warmup, cooldown, num_steps=steps)
-    return steps
 
 
 def check_cooldown(warmup: int, cooldown: int, *, num_steps: int, length: str = "the run") -> None:

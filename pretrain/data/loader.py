@@ -207,13 +207,8 @@ class Batches(Generic[T]):
     ):
         """`read_here`: function that selects the positions that this node reads. `waits`: function
         with which `next` waits for a batch."""
-        self.reader, self.order, self.finish, self.on_bad, self.pin = (
-            reader,
-            order,
-            finish,
-            on_bad,
-            pin,
-        )
+        self.reader, self.order, self.pin = reader, order, pin
+        self.finish, self.on_bad = finish, on_bad
         self.requests, self.buffers = iter(requests), BufferPool()
         self._waits, self._num_threads, self._prefetch = waits, num_threads, prefetch
         self._read_here, self._look_ahead = read_here, look_ahead
@@ -270,10 +265,8 @@ class Batches(Generic[T]):
         # all threads decode parts of a batch, but only idle threads help to gather raw images
         smallest, sharing = SMALLEST_PART, self._num_threads
         if not self.reader.decodes:
-            smallest, sharing = (
-                max(1, SMALLEST_GATHER // (3 * self.reader.stored_size**2)),
-                -(-sharing // self._prefetch),
-            )
+            smallest = max(1, SMALLEST_GATHER // (3 * self.reader.stored_size**2))
+            sharing = -(-sharing // self._prefetch)
         num_parts = max(1, min(sharing, len(request.positions) // smallest))
         job = _Job(self, group, request, own=own, num_parts=num_parts)
         self._ahead.append(job.done)
@@ -298,11 +291,8 @@ class _Group:
             end = num_samples + len(request.positions)
             self.jobs.append((request, slice(num_samples, end)))
             num_samples = end
-        self.num_requests, self._positions = (
-            len(self.jobs),
-            [request.positions for request, _ in self.jobs],
-        )
-        self._num_samples = num_samples
+        self._positions = [request.positions for request, _ in self.jobs]
+        self.num_requests, self._num_samples = len(self.jobs), num_samples
         self._located: tuple[Ids, Places] | None = None
 
     def next(self) -> "_Group":

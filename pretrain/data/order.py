@@ -214,10 +214,8 @@ class Mixture:
         rows = np.arange(len(positions))
         for source in range(len(self.weights) - 1):
             weight, total = self.weights[source], sum(self.weights[source:])
-            before, after = (
-                _share(places[rows], weight, total),
-                _share(places[rows] + 1, weight, total),
-            )
+            before = _share(places[rows], weight, total)
+            after = _share(places[rows] + 1, weight, total)
             is_here = after > before
             places[rows] = np.where(is_here, before, places[rows] - before)
             rows = rows[~is_here]
@@ -256,13 +254,9 @@ def _share(counts: Ids, weight: int, total: int) -> Ids:
 def mixture_weights(weights: Sequence[float | None], sizes: Sequence[int]) -> tuple[int, ...]:
     """Return integer weights without a common divisor. If there are no weights, all samples are
     equally frequent."""
-    if all(weight is None for weight in weights):
-        wanted = np.array(sizes, np.int64)
-    else:
-        assert all(weight is not None for weight in weights), weights
-        wanted = np.array(
-            [round(1_000_000 * weight) for weight in weights if weight is not None], np.int64
-        )
+    given = [round(1_000_000 * weight) for weight in weights if weight is not None]
+    assert len(given) in (0, len(weights)), weights
+    wanted = np.array(given or sizes, np.int64)
     reduced = wanted // np.gcd.reduce(wanted)
     if reduced.sum() > LARGEST_SUM:
         shares = " : ".join(map(str, reduced.tolist()))

@@ -185,10 +185,9 @@ class ShardReader:
         return found
 
     def fetch_ahead(self, ids: Ids) -> None:
-        if self.is_remote:
-            numbers = self.shards_of(ids)
-            _, first = np.unique(numbers, return_index=True)
-            self._shards.fetch_ahead(numbers[np.sort(first)].tolist())
+        numbers = self.shards_of(ids)
+        _, first = np.unique(numbers, return_index=True)
+        self._shards.fetch_ahead(numbers[np.sort(first)].tolist())
 
     def stand_in(self, sample: int, attempt: int) -> int:
         """Return a random sample of the same shard to replace a bad sample. The choice is the same

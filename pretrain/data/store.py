@@ -230,29 +230,33 @@ class ShardStore:
         """Fetch and hold the file. Return False if another thread or process fetches it."""
         if self._stop.is_set():
             raise StoppedError
-        complete, part = self.path / file.name, self.path / f"{file.name}.part"
         with self._disk_errors(), self._open_locks() as locks:
             if not _lock(locks, file.name, fcntl.F_WRLCK):
                 return False
             if not self._is_complete(file):
-                try:
-                    with self._room() as room:
-                        for path in complete, part:
-                            path.unlink(missing_ok=True)
-                        self._make_room([file], room)
-                        with open(part, "xb") as content:
-                            os.posix_fallocate(content.fileno(), 0, file.num_bytes)
-                    with FileIO(part, "r+") as content:
-                        self._fetch(file, content)
-                        os.fsync(content.fileno())
-                    with self._room():
-                        os.rename(part, complete)
-                    sync(self.path)
-                finally:
-                    with self._room():
-                        part.unlink(missing_ok=True)
+                self._write(file)
             _lock(locks, file.name, fcntl.F_RDLCK)
             return self._share(file)
+
+    def _write(self, file: File) -> None:
+        """Fetch the file into a .part file, and rename it. The caller holds the exclusive lock."""
+        complete, part = self.path / file.name, self.path / f"{file.name}.part"
+        try:
+            with self._room() as room:
+                for path in complete, part:
+                    path.unlink(missing_ok=True)
+                self._make_room([file], room)
+                with open(part, "xb") as content:
+                    os.posix_fallocate(content.fileno(), 0, file.num_bytes)
+            with FileIO(part, "r+") as content:
+                self._fetch(file, content)
+                os.fsync(content.fileno())
+            with self._room():
+                os.rename(part, complete)
+            sync(self.path)
+        finally:
+            with self._room():
+                part.unlink(missing_ok=True)
 
     def _make_room(self, files: Sequence[File], locks: FileIO) -> None:
         """Remove unused files until `files` fit. The caller holds the space lock. The removed files
@@ -434,8 +438,6 @@ class ShardStore:
         try:
             yield
         except OSError as error:
-            if isinstance(error, RemoteError | ContentError):
-                raise
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             bound = "" if self.max_bytes is None else ", lower data.cache_gb"
             raise StoreError(

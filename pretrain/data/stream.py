@@ -98,9 +98,9 @@ class Decoded(NamedTuple):
 class Stream:
     """Samples of a stream that one rank reads. The id of a sample is its position in training."""
 
-    def __init__(self, data: StreamData, *, seed: int, world: World, log: Path | None = None):
+    def __init__(self, data: StreamData, *, seed: int, world: World):
         self.num_samples, self.stored_size = data.num_samples, data.image_size
-        self.parts, self.bad_samples = data.parts, BadSampleLog(log)
+        self.parts = data.parts
         self._data, self._settings, self._world = data, data.settings, world
         self._key = int(hash64(hex_key(data.content_hash), seed) >> 1)
         self._classes = {name: number for number, name in enumerate(data.classes)}
@@ -284,11 +284,8 @@ class Stream:
     # ---- from samples to images and labels
 
     def decode(self, samples: list[Sample]) -> list[Decoded]:
-        manifest, decoded, shape = (
-            self._data.parts[0].manifest,
-            list[Decoded](),
-            (self.stored_size, self.stored_size, 3),
-        )
+        manifest, decoded = self._data.parts[0].manifest, list[Decoded]()
+        shape = (self.stored_size, self.stored_size, 3)
         for sample in samples:
             try:
                 label, image_HWC = self._label(sample), np.empty(shape, np.uint8)
@@ -425,6 +422,7 @@ class StreamBatches(Generic[T]):
         prefetch: int,
         pin: bool,
         finish: Callable[[Batch], T],
+        bad_samples: BadSampleLog,
         waits: Waits[T],
     ):
         self._stream, self._finish, self._waits, self._pin = stream, finish, waits, pin
@@ -435,7 +433,7 @@ class StreamBatches(Generic[T]):
         chunks = iter(lambda: list(itertools.islice(self._samples, CHUNK)), [])
         jobs = (self._pool.submit(stream.decode, chunk) for chunk in chunks)
         self._decoded = _in_order(jobs, num_ahead=2 * num_threads)
-        self._num_in_a_row = 0
+        self._bad_samples, self._num_in_a_row = bad_samples, 0
         self._ahead = deque(self._taker.submit(self._take) for _ in range(prefetch))
 
     def __next__(self) -> T:
@@ -479,7 +477,7 @@ class StreamBatches(Generic[T]):
 
     def _skip(self, sample: Decoded, position: int) -> None:
         bad = Unreadable(0, position, sample.shard, sample.key, sample.reason)
-        self._stream.bad_samples.note(bad, None, known_as=(sample.shard, sample.key))
+        self._bad_samples.note(bad, None, known_as=(sample.shard, sample.key))
         self._num_in_a_row += 1
         if self._num_in_a_row > MOST_IN_A_ROW:
             raise UserError(
@@ -492,16 +490,10 @@ class StreamBatches(Generic[T]):
 
 
 def open_reader(
-    data: TrainingData,
-    *,
-    seed: int,
-    world: World,
-    store: ShardStore | None,
-    log: Path | None = None,
+    data: TrainingData, *, seed: int, world: World, store: ShardStore | None
 ) -> ShardReader | Stream:
-    """Open the reader of the training data. `log`: file for bad samples."""
     if isinstance(data, StreamData):
-        return Stream(data, seed=seed, world=world, log=log)
+        return Stream(data, seed=seed, world=world)
     return ShardReader(data.parts, image_size=data.image_size, store=store)
 
 
@@ -510,21 +502,21 @@ def batches_of(
     order: Line,
     plan: BatchPlan,
     *,
-    bad_samples: BadSamples | None = None,
+    log: Path | None = None,
     previous_in: int | None = None,
     node_ranks: range | None = None,
     waits: Waits[T] = Future.result,
     **how: Any,
 ) -> BatchSource[T]:
-    """Return the batches of a `Stream` or a `ShardReader`. For the arguments see
-    `training_batches`."""
+    """Return the batches of a `Stream` or a `ShardReader`. `log`: file for bad samples. For the
+    other arguments see `training_batches`."""
     if isinstance(reader, Stream):
-        return StreamBatches(reader, plan, waits=waits, **how)
+        return StreamBatches(reader, plan, bad_samples=BadSampleLog(log), waits=waits, **how)
     return training_batches(
         reader,
         order,
         plan,
-        bad_samples=bad_samples,
+        bad_samples=BadSamples(reader, log=log),
         previous_in=previous_in,
         node_ranks=node_ranks,
         waits=waits,

@@ -21,7 +21,7 @@ Images are uint8 (3, H, W) squares without augmentation. The label of an unlabel
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +57,10 @@ class Shards(Dataset[tuple[Any, int]]):
         """`image_size`: side of the images, for datasets that keep the images' own sizes."""
         self.settings = ReadingSettings(dataset=str(dataset))
         manifest = load_manifest(self.settings.directory)
-        self.classes, self.num_samples = (
-            manifest.classes,
-            manifest.split(split, directory=dataset).num_samples,
-        )
-        self.part, self.image_size, self.transform = (
-            Part(self.settings.directory, manifest, split),
-            image_size,
-            transform,
-        )
+        self.classes = manifest.classes
+        self.num_samples = manifest.split(split, directory=dataset).num_samples
+        self.part = Part(self.settings.directory, manifest, split)
+        self.image_size, self.transform = image_size, transform
         self._reader: ShardReader | None = None
 
     def __len__(self) -> int:
@@ -82,13 +77,10 @@ class Shards(Dataset[tuple[Any, int]]):
                 image_size=self.image_size,
                 store=open_store(self.settings, [self.part]),
             )
-        images, labels = (
-            self._reader.images(ids).permute(0, 3, 1, 2),
-            self._reader.locate(ids).labels.tolist(),
-        )
-        return list(
-            zip(map(self.transform, images) if self.transform else images, labels, strict=True)
-        )
+        images: Iterable[Any] = self._reader.images(ids).permute(0, 3, 1, 2)
+        if self.transform:
+            images = map(self.transform, images)
+        return list(zip(images, self._reader.locate(ids).labels.tolist(), strict=True))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_reader": None}

@@ -17,7 +17,9 @@ import gc
 import json
 import platform
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -74,9 +76,17 @@ def micro_batch_size(
         return known
 
     reserved_bytes = engine_bytes(model, settings=settings, num_ranks=world.num_ranks)
+    step = partial(
+        run_trial_step,
+        model,
+        settings=settings,
+        reserved_bytes=reserved_bytes,
+        image_size=image_size,
+        device=device,
+    )
     multiple = 2 if settings.augment.mixes_pairs else 1
     size = share
-    while size and not fits(model, size, settings, reserved_bytes, image_size, device):
+    while size and not fits(partial(step, size), device):
         size = next(
             (
                 part
@@ -139,20 +149,13 @@ def engine_bytes(model: nn.Module, *, settings: PretrainSettings, num_ranks: int
     return int(total)
 
 
-def fits(
-    model: nn.Module,
-    size: int,
-    settings: PretrainSettings,
-    reserved_bytes: int,
-    image_size: int,
-    device: torch.device,
-) -> bool:
-    """Run a trial step and free its memory. Return False if memory runs out."""
+def fits(step: Callable[[], None], device: torch.device) -> bool:
+    """Run the trial step and free its memory. Return False if memory runs out."""
     PROGRESS.touch()
     on_gpu = device.type == "cuda"
     try:
         with torch.random.fork_rng(devices=[device] if on_gpu else []):
-            run_trial_step(model, size, settings, reserved_bytes, image_size, device)
+            step()
         is_enough = True
     except RuntimeError as error:
         if not OUT_OF_MEMORY.search(str(error)):
@@ -167,6 +170,7 @@ def fits(
 def run_trial_step(
     model: nn.Module,
     size: int,
+    *,
     settings: PretrainSettings,
     reserved_bytes: int,
     image_size: int,

@@ -72,9 +72,8 @@ def keep_freed_memory() -> None:
     """
     set_malloc = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_malloc is not None:  # other C libraries have no mallopt
-        set_malloc(M_MMAP_THRESHOLD, 1 << 30) or set_malloc(
-            M_MMAP_THRESHOLD, 1 << 25
-        )  # older glibc allows no more
+        if not set_malloc(M_MMAP_THRESHOLD, 1 << 30):
+            set_malloc(M_MMAP_THRESHOLD, 1 << 25)  # older glibc allows no more
         set_malloc(M_TRIM_THRESHOLD, -1)  # never return memory
 
 
@@ -155,9 +154,8 @@ def compile_blocks(model: nn.Module, **how: Any) -> None:
     """
     parts = repeated_parts(model) or [model]
     config = torch._dynamo.config
-    config.recompile_limit = max(
-        config.recompile_limit, 2 * len(parts)
-    )  # torch counts all blocks of a class, each in training and evaluation
+    # torch counts all blocks of a class, each in training and evaluation
+    config.recompile_limit = max(config.recompile_limit, 2 * len(parts))
     for part in parts:
         part.compile(dynamic=False, **how)
 

@@ -37,9 +37,9 @@ class Scores:
     class_top1: float | None = None
     """Top-1 accuracy averaged over classes, or None if all classes have the same size."""
 
-    def metrics(self, prefix: str) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {
-            f"{prefix}/{name}": float(value)
+            f"eval/{name}": float(value)
             for name, value in asdict(self).items()
             if name != "num_samples" and value is not None
         }

@@ -179,7 +179,7 @@ class Pretraining(Task):
         )
 
 
-def summary(outcome: Outcome, run_dir: Path, *, dataset: str, data: TrainingData) -> list[str]:
+def summary(outcome: Outcome, run_dir: Path, data: TrainingData) -> list[str]:
     """Return the last lines of a finished run: scores, weights and next commands."""
     scores, best, run = outcome.scores, outcome.best, shlex.quote(str(run_dir))
     weights = checkpoint_dir(run_dir, outcome.step)
@@ -193,7 +193,8 @@ def summary(outcome: Outcome, run_dir: Path, *, dataset: str, data: TrainingData
         rows += [("speed", f"{outcome.images_per_s:,.0f} images/s")]
     rows += [("next", f"finetune predict {run} IMAGES --out predictions.csv")]
     if scores is not None:
-        rows += [("", f"finetune evaluate pretrained={run} dataset={shlex.quote(dataset)}")]
+        dataset = shlex.quote(data.settings.eval_dataset or data.settings.dataset)
+        rows += [("", f"finetune evaluate pretrained={run} dataset={dataset}")]
     return [f"  {name:8} {words}" for name, words in rows]
 
 
@@ -230,9 +231,7 @@ def train(task: Task, world: World) -> Outcome:
                 at_end=at_end,
                 stuck_wait_s=stop.stuck_wait_s,
                 report=node_report(world, run_dir),
-                received=lambda _rank, report: tracker.system(
-                    report["values"], node=report["node"]
-                ),
+                received=lambda report: tracker.system(report["values"], node=report["node"]),
             )
             try:
                 return _run(trainer, task)
@@ -312,7 +311,6 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
     unchecked = data.read_parts if data.settings.verify_hashes == "on_first_read" else ()
     first_read = FirstRead(unchecked, run_dir=run_dir, world=world, device=engine.device)
     store, eval_part = open_store(data.settings, data.read_parts), data.eval_part()
-    bad_log = run_dir / "bad_samples" / f"rank-{world.rank}.jsonl"
     augmentation = Augmentation(
         settings.augment,
         seed=train.seed,
@@ -330,7 +328,7 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
         stop=stop,
         tracker=tracker,
         engine=engine,
-        reader=open_reader(data, seed=train.seed, world=world, store=store, log=bad_log),
+        reader=open_reader(data, seed=train.seed, world=world, store=store),
         eval_reader=(
             ShardReader([eval_part], image_size=data.image_size, store=store) if eval_part else None
         ),
@@ -355,7 +353,7 @@ def _run(trainer: Trainer, task: Task) -> Outcome:
         if len(trainer.lengths) > 1:
             result["lengths"] = trainer.lengths
         if outcome.scores is not None:
-            result |= outcome.scores.metrics("eval")
+            result |= outcome.scores.metrics()
         save_result(trainer.run_dir, result)
         task.record_result(result, tracker)
     # together: a rank that left would not notice the death of a rank that is still closing

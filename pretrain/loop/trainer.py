@@ -27,7 +27,7 @@ from pretrain.augment.feed import Fed, Feed, finish_for
 from pretrain.checkpoints.files import Best, TrainerState
 from pretrain.checkpoints.writer import Saver
 from pretrain.config import PretrainSettings
-from pretrain.data.bad_samples import BadSamples, check_fraction
+from pretrain.data.bad_samples import check_fraction
 from pretrain.data.datasets import TrainingData, fit_warmup
 from pretrain.data.first_read import FirstRead
 from pretrain.data.loader import BatchSource, num_cpu_threads
@@ -210,10 +210,8 @@ class Trainer:
             self.lengths = start.lengths or self.lengths
             return
         self.lengths = (*start.lengths, self.num_steps)
-        before, now = (
-            self._schedule_of(start.lengths[-1]).lr(self.step),
-            self.schedule.lr(self.step),
-        )
+        before = self._schedule_of(start.lengths[-1]).lr(self.step)
+        now = self.schedule.lr(self.step)
         counts = " -> ".join(f"{count:,}" for count in self.lengths)
         words = f"{counts} steps, at step {self.step:,}"
         if before != now and self.step < self.num_steps:
@@ -225,14 +223,9 @@ class Trainer:
 
     def _feed(self) -> Feed:
         """Return the micro-batches from the next step on, augmented and on the device."""
-        reader, batch_size = self.reader, self.plan.global_batch_size
-        on_gpu = self.engine.device.type == "cuda"
-        bad_samples = None
-        if isinstance(reader, ShardReader):
-            log = self.run_dir / "bad_samples" / f"rank-{self.world.rank}.jsonl"
-            bad_samples = BadSamples(reader, log=log, chosen=self.data.parts[0].chosen)
+        batch_size, on_gpu = self.plan.global_batch_size, self.engine.device.type == "cuda"
         batches: BatchSource[Fed] = batches_of(
-            reader,
+            self.reader,
             self.order,
             self.plan,
             rank=self.world.rank,
@@ -241,7 +234,7 @@ class Trainer:
             prefetch=self.settings.train.prefetch_batches,
             pin=on_gpu,
             finish=finish_for(self.augmentation),
-            bad_samples=bad_samples,
+            log=self.run_dir / "bad_samples" / f"rank-{self.world.rank}.jsonl",
             node_ranks=self.world.node_ranks,
             previous_in=batch_size if self.settings.augment.mixes_previous else None,
             # on a GPU a thread of the feed waits for batches, and signals do not reach the thread
@@ -333,7 +326,7 @@ class Trainer:
             return
         self.scores, self.scored_step, self.owes_evaluation = scores, self.step, False
         self.saver.judge(self.step, top1=scores.top1)
-        self.tracker.metrics(scores.metrics("eval"), step=self.step)
+        self.tracker.metrics(scores.metrics(), step=self.step)
         self.line.note = in_words(self.reading, scores, scored_step=self.step)
         self.line.log_now()  # in a log, new scores get their own line
 

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 
@@ -68,16 +68,14 @@ def launch(command: Sequence[str], *, num_ranks: int, heed_signals: bool = False
     def prepare() -> None:
         end_with_parent()
         if not heed_signals:
-            signal.pthread_sigmask(
-                signal.SIG_UNBLOCK, set(SIGNALS) - {signal.SIGINT}
-            )  # SIGINT stays blocked until the StopFlag is installed
+            # data_prep/interrupts.py handles and unblocks SIGINT
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, set(SIGNALS) - {signal.SIGINT})
 
     keep("")  # `answer` prints the message
     output_is_progress()
     ranks: list[subprocess.Popen[bytes]] = []
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, SIGNALS
-    )  # ranks inherit the mask; signals that arrive now are passed on afterwards
+    # ranks inherit the mask; signals that arrive now are passed on afterwards
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         for rank in range(num_ranks):
             environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -107,29 +105,28 @@ def _have_joined(pipe: int) -> bool:
 def _watch(ranks: list[subprocess.Popen[bytes]], *, joined: int) -> int:
     while True:
         codes = [rank.poll() for rank in ranks]
-        # ranks that a signal killed come first: the others may have ended because of them
-        for number, code in sorted(enumerate(codes), key=lambda each: (each[1] or 0) >= 0):
-            if code not in (None, 0):
-                _wait(
-                    ranks if _have_joined(joined) else ranks[:1], LAST_WORDS_S
-                )  # the first rank reports an error that all ranks have
-                if code not in (INTERRUPTED, BUSY):
-                    print(
-                        f"launch: rank {number} ended with {describe(code)}; ending the others",
-                        file=sys.stderr,
-                    )
-                return code if code and code > 0 else 128 - (code or 0)
+        if failed := [(number, code) for number, code in enumerate(codes) if code]:
+            # a rank that a signal killed comes first: the others may have ended because of it
+            number, code = min(failed, key=lambda each: each[1] > 0)
+            # the first rank reports an error that all ranks have
+            _wait(ranks if _have_joined(joined) else ranks[:1], LAST_WORDS_S)
+            if code not in (INTERRUPTED, BUSY):
+                print(
+                    f"launch: rank {number} ended with {describe(code)}; ending the others",
+                    file=sys.stderr,
+                )
+            return code if code > 0 else 128 - code
         if all(code == 0 for code in codes):
             return 0
         time.sleep(0.05)
 
 
-def describe(code: int | None) -> str:
+def describe(code: int) -> str:
     """Return how a process ended, for example SIGTERM or "exit code 1"."""
-    return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def _forward_signals(ranks: list[subprocess.Popen[bytes]], *, saves: bool):  # type: ignore[no-untyped-def]
+def _forward_signals(ranks: list[subprocess.Popen[bytes]], *, saves: bool) -> Callable[[], None]:
     """Forward signals to the ranks. A terminal itself sends Ctrl-C to all ranks. The launcher
     confirms the first Ctrl-C, and sends SIGTERM to ranks that save, because SIGINT may have reached
     only the launcher. A second Ctrl-C kills the ranks. Return a function that restores the
@@ -147,9 +144,8 @@ def _forward_signals(ranks: list[subprocess.Popen[bytes]], *, saves: bool):  # t
             if saves
             else "stopping; nothing more is saved"
         )
-        write_error(
-            f"\nlaunch: {words}; Ctrl-C again ends the command at once\n"
-        )  # a signal may interrupt print itself
+        # a signal may interrupt print itself
+        write_error(f"\nlaunch: {words}; Ctrl-C again ends the command at once\n")
         if saves:
             pass_on(signal.SIGTERM, None)
 
@@ -160,7 +156,12 @@ def _forward_signals(ranks: list[subprocess.Popen[bytes]], *, saves: bool):  # t
 
     handlers = dict.fromkeys(heeded_signals(), pass_on) | {signal.SIGINT: answer}
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    return lambda: [signal.signal(number, handler) for number, handler in previous.items()]
+
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    return restore
 
 
 def _end(ranks: list[subprocess.Popen[bytes]], *, have_joined: bool) -> None:

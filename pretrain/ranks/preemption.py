@@ -70,9 +70,8 @@ class StopFlag:
         keep("the run ends after loading; there is nothing to save yet")
         for number in heeded_signals():
             signal.signal(number, self._raise)
-        signal.pthread_sigmask(
-            signal.SIG_UNBLOCK, SIGNALS
-        )  # our launcher blocks them, so no earlier signal is lost
+        # our launcher blocks them, so no earlier signal is lost
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return self
 
     @contextmanager

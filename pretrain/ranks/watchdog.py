@@ -17,7 +17,7 @@ carries JSON objects, one per line. Messages without the token of this run are i
 6. Then these ranks write their last collectives (torch's flight recorder) to
    RUN/stacks/flight-recorder-N.
 
-A beat may carry a small dict from a rank's callback `report` to the first rank's callback
+A beat may carry a small dict from another rank's callback `report` to the first rank's callback
 `received`. Neither callback may block.
 """
 
@@ -170,7 +170,7 @@ class Watchdog:
         at_end: Callable[[bool], None] = lambda stopped: None,
         stuck_wait_s: Callable[[], float] = lambda: 0.0,
         report: Callable[[], dict[str, Any]] = dict,
-        received: Callable[[int, dict[str, Any]], None] = lambda rank, report: None,
+        received: Callable[[dict[str, Any]], None] = lambda report: None,
     ) -> None:
         """Set callbacks. `at_end(stopped)`: short work before a verdict ends this process.
         `stopped`: True after a stop request. `stuck_wait_s`: returns the seconds that this rank has
@@ -287,12 +287,9 @@ class Watchdog:
                 self._standings.note(self._me, standing)
         if self._is_alone:
             return
-        report = self._report()
-        message: Message = {"beat": report, "at": standing}
-        if self._world.is_first:
-            message = {"beat": {}}
-            if report:
-                self._received(0, report)
+        message: Message = {"beat": {}}
+        if not self._world.is_first:
+            message = {"beat": self._report(), "at": standing}
         if self._stuck_wait_s() > STUCK_WAIT_S:
             stuck = Verdict(self._me, "waits")
             if self._world.is_first:
@@ -357,7 +354,7 @@ class Watchdog:
             if message.get("at"):
                 self._standings.note(wire.peer, Standing(*message["at"]))
             if message["beat"]:
-                self._received(wire.peer.rank, message["beat"])
+                self._received(message["beat"])
         return None
 
     def _drop(self, file: int) -> Verdict | None:
@@ -416,10 +413,8 @@ class Watchdog:
             self._is_ending = True
         stacks = self._stacks if verdict.wants_stacks else None
         is_printer = self._world.is_first
-        if verdict.peer.rank == 0 and verdict.why not in (
-            "waits",
-            "hangs",
-        ):  # the first rank cannot print
+        # the first rank cannot print
+        if verdict.peer.rank == 0 and verdict.why not in ("waits", "hangs"):
             is_first_node = self._world.rank == self._world.local_rank
             is_printer = self._world.local_rank == int(is_first_node)
         if is_printer:

@@ -73,17 +73,12 @@ def read_alone() -> World:
 
 def _fill_in_torch(environment: MutableMapping[str, str]) -> None:
     """Set defaults of torch's runtime, which reads them when it is loaded."""
-    environment.setdefault(
-        "OMP_WAIT_POLICY", "PASSIVE"
-    )  # waiting threads sleep: spinning threads take cores from busy ones
-    if (
-        not environment.keys() & ALLOCATOR
-    ):  # torch reads it before a GPU's first allocation; a CPU ignores it
-        environment[
-            ALLOCATOR[0]
-        ] = (  # without it, evaluation, ZeRO 3's gathers and new batch sizes fragment memory
-            "expandable_segments:True"
-        )
+    # waiting threads sleep: spinning threads take cores from busy ones
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # torch reads it before a GPU's first allocation; a CPU ignores it. Without it, evaluation, ZeRO
+    # 3's gathers and new batch sizes fragment memory
+    if not environment.keys() & ALLOCATOR:
+        environment[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def read_world(environment: MutableMapping[str, str] = os.environ) -> World:

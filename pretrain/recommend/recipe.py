@@ -98,10 +98,8 @@ def _common(data: Data, *, name: str, epochs: int, warmup: float, most: int) -> 
     manifest, count, judged = data.manifest, data.num_train, data.judged
     counts = [count for count in manifest.splits[data.train].class_counts if count]
     least = min(16, 1 << max(0, count.bit_length() - 1))  # at most the number of images
-    batch, every = (
-        max(least, min(most, 1 << max(0, (count // 8).bit_length() - 1))),
-        _epochs(epochs / 20),
-    )
+    batch = max(least, min(most, 1 << max(0, (count // 8).bit_length() - 1)))
+    every = _epochs(epochs / 20)
     found = {
         "paper": PAPER,
         "run_dir": f"runs/{name}",

@@ -42,7 +42,7 @@ from pretrain.ranks.preemption import SIGNALS
 from pretrain.ranks.starts import is_at_work
 from pretrain.tracking.queue import Queue
 from pretrain.tracking.sinks import Sinks
-from pretrain.tracking.tracker import JOURNAL, RunIdentity, readable_events
+from pretrain.tracking.tracker import DELIVERY_LOG, JOURNAL, RunIdentity, readable_events
 
 if TYPE_CHECKING:
     from pretrain.tracking.store import Store
@@ -244,12 +244,8 @@ class Deliveries:
             fault, (last, _) = store.fault_of(error), self._faults.get(key, ("", 0.0))
             self._faults[key] = fault, time.monotonic()
             if fault != last:  # write one line for a long outage
-                with suppress(OSError), open(_log(run_dir), "a") as log:
+                with suppress(OSError), open(run_dir / DELIVERY_LOG, "a") as log:
                     print(f"{time.strftime('%F %T')} {fault}", file=log)
-
-
-def _log(run_dir: Path) -> Path:
-    return run_dir / "tracking" / "delivery.log"
 
 
 def deliver_while_training(
@@ -323,7 +319,8 @@ def sync(run_dir: Path) -> int:
 
 
 def _no_delivery(run_dir: Path, busy: Busy) -> UserError:
-    faults = _log(run_dir).read_text().splitlines() if _log(run_dir).exists() else []
+    log = run_dir / DELIVERY_LOG
+    faults = log.read_text().splitlines() if log.exists() else []
     fault = f"; the last fault was: {faults[-1]}" if faults else ""
     return UserError(
         busy.field,
@@ -363,7 +360,7 @@ def _main() -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the trainer has blocked them
     run_dir, flags = Path(sys.argv[1]), os.O_WRONLY | os.O_APPEND | os.O_CREAT
     try:
-        log = os.open(_log(run_dir), flags, 0o666)
+        log = os.open(run_dir / DELIVERY_LOG, flags, 0o666)
     except OSError:
         log = os.open(os.devnull, flags)  # the event log uses the same disk, and reports the fault
     os.dup2(log, 1)

@@ -25,6 +25,8 @@ import pynvml
 from pretrain.ranks.world import World
 
 EVERY_S = 10.0
+HIDDEN = ("", "-1", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES without a GPU. SLURM sets NoDevFiles."""
 
 
 class NodeSampler:
@@ -101,12 +103,11 @@ def _network() -> tuple[int, int]:
 
 
 # ---- GPUs
-# --------------------------------------------------------------------------------------------------
 
 
 def open_gpus() -> list[Any]:
     """Return NVML's handles of the GPUs, or an empty list without a driver or a visible GPU."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in HIDDEN:
         return []
     try:
         pynvml.nvmlInit()

@@ -69,9 +69,8 @@ def draw_filters(
 ) -> Image.Image:
     """Draw `columns` x `columns` panels in one scale: blue is positive, red negative, white
     zero."""
-    scale = (
-        float(np.percentile(np.abs(filters), 99)) or 1.0
-    )  # a single large weight would make all others pale
+    # a single large weight would make all others pale
+    scale = float(np.percentile(np.abs(filters), 99)) or 1.0
     sheet = Image.new("RGB", (columns * panel, HEAD + columns * panel), PAPER)
     large = Letters(18)
     large.draw(
@@ -88,9 +87,9 @@ def draw_filters(
     for number, values in enumerate(filters[: columns * columns]):
         row, column = divmod(number, columns)
         place = column * panel + MARGIN, HEAD + row * panel + MARGIN
-        sheet.paste(
-            QUIET, (place[0] - 1, place[1] - 1, place[0] + inside + 1, place[1] + inside + 1)
-        )  # an edge for white panels
+        # an edge for white panels
+        edge = (place[0] - 1, place[1] - 1, place[0] + inside + 1, place[1] + inside + 1)
+        sheet.paste(QUIET, edge)
         sheet.paste(
             _colored(values / scale).resize((inside, inside), Image.Resampling.NEAREST), place
         )

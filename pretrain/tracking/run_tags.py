@@ -200,9 +200,8 @@ def git_commit() -> str:
     try:
         if said.exists():
             return said.read_text().strip() or "unknown"
-        if not (
-            here.parent / "pyproject.toml"
-        ).exists():  # a git repository around an installed package is not ours
+        # a git repository around an installed package is not ours
+        if not (here.parent / "pyproject.toml").exists():
             return f"wide_mlps-{version('wide-mlps')}"
         return subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],

@@ -44,6 +44,8 @@ def serve(folder: Path, *, host: str, port: int) -> None:
     database = (folder / "mlflow.db").absolute()
     log, address = database.with_name("mlflow.db.log"), f"http://{host}:{port}"
     queue = Queue(f"{SQLITE}{database}", folder)
+    direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    os.environ["no_proxy"] = f"{direct},{host}"  # a proxy does not reach this machine's addresses
     open_database(database)
     server = _start(database, log=log, host=host, port=port)
     try:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
-from pretrain.tracking.tracker import RunIdentity, image_name, readable_events
+from pretrain.tracking.tracker import JOURNAL, RunIdentity, image_name, readable_events
 
 
 class Sink(Protocol):
@@ -27,7 +27,7 @@ class Sinks:
     """The files of one run for other tools (sinks), and their position in the event log."""
 
     def __init__(self, run_dir: Path, names: Iterable[str]):
-        self._journal, self._offset = run_dir / "tracking" / "journal.jsonl", 0
+        self._journal, self._offset = run_dir / JOURNAL, 0
         self._sinks = [open_sink(name, run_dir) for name in names]
 
     def write(self) -> int:
@@ -53,9 +53,9 @@ def open_sink(name: str, run_dir: Path) -> Sink:
     folder = run_dir / "tracking" / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    return (
-        TensorBoard(folder) if name == "tensorboard" else Wandb(folder, RunIdentity.known(run_dir))
-    )
+    if name == "tensorboard":
+        return TensorBoard(folder)
+    return Wandb(folder, RunIdentity.read(run_dir))
 
 
 class TensorBoard:
@@ -86,8 +86,7 @@ class Wandb:
     """An offline run of Weights & Biases. `wandb sync RUN/tracking/wandb/wandb/offline-run-*` sends
     it, each time under the same id."""
 
-    def __init__(self, folder: Path, identity: RunIdentity | None):
-        assert identity is not None
+    def __init__(self, folder: Path, identity: RunIdentity):
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
@@ -101,9 +100,8 @@ class Wandb:
                 console="off", x_disable_stats=True, disable_git=True, x_save_requirements=False
             ),
         )
-        self._run.define_metric(
-            "*", step_metric="step"
-        )  # wandb's own step may not decrease, but node metrics count their own steps
+        # wandb's own step may not decrease, but node metrics count their own steps
+        self._run.define_metric("*", step_metric="step")
         self._code = 0
 
     def write(self, event: dict[str, Any]) -> None:

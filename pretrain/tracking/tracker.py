@@ -50,6 +50,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 IDENTITY = Path("tracking") / "identity.json"
 JOURNAL = Path("tracking") / "journal.jsonl"
+DELIVERY_LOG = Path("tracking") / "delivery.log"
 RESTART_S = 60.0
 """Seconds before a failed delivery process is restarted."""
 STUCK_S = 10.0
@@ -269,7 +270,7 @@ class _Deliverer(threading.Thread):
 
     def __init__(self, run_dir: Path, close_timeout_s: float, sinks: Sequence[str]):
         super().__init__(name="tracking", daemon=True)
-        self.log = run_dir / "tracking" / "delivery.log"
+        self.log = run_dir / DELIVERY_LOG
         self._words = [str(run_dir), str(close_timeout_s), ",".join(sinks)]
         self._close_timeout_s = close_timeout_s
         self._read_end, self._write_end = os.pipe()  # the processes get the same read end

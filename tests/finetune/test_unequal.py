@@ -86,9 +86,9 @@ def test_training(folder: Path, unequal: Path, expected: tuple[float, float]) ->
         stop=StopFlag(),
     )
     assert (scores.top1, scores.class_top1) == pytest.approx(expected)
-    assert "eval/class_top1" in scores.metrics("eval")
+    assert "eval/class_top1" in scores.metrics()
     top1 = f"top-1 {100 * expected[0]:.1f} %, class mean {100 * expected[1]:.1f} % ({BASELINES})"
-    assert top1 in summary(Outcome(1, True, scores), Path("r"), dataset="d", data=data)[0]
+    assert top1 in summary(Outcome(1, True, scores), Path("r"), data)[0]
     mean = {"eval/top1": 0.5, "eval/class_top1": 0.25, "num_runs": 2}
     assert (
         in_words(mean, baselines=data.baselines)

@@ -12,6 +12,7 @@ from data_prep.manifest import Split, load_manifest
 from data_prep.settings import load_settings, parse_yaml, validate
 from finetune.probe.config import ProbeSettings
 from finetune.tune.config import TuneSettings
+from pretrain.checkpoints.run import steps_of
 from pretrain.cli import main
 from pretrain.config import PretrainSettings, check_against_ranks
 from pretrain.data.datasets import check_against_data, fit_warmup, load_training_data
@@ -58,13 +59,9 @@ def test_choices_are_a_good_config_whatever_the_data_and_the_machine(
         assert recipe.num_ranks(machine, batch=values["batch"]) <= max(1, num_gpus)
         data = load_training_data(settings.data)
         larger = replace(data.parts[0], manifest=of_size(shapes, count).manifest)
-        steps = check_against_data(
-            replace(data, parts=(larger,)),
-            model=settings.model,
-            train=settings.train,
-            schedule=settings.schedule,
-        )
-        assert steps >= 10
+        data = replace(data, parts=(larger,))
+        check_against_data(data, settings)
+        assert steps_of(settings, data) >= 10
     values = recipe.tuning(
         of_size(shapes, count, judged="test"), name="x", pretrained="w: #1", card=card_of(MLP)
     )
@@ -131,10 +128,10 @@ def test_pictures_become_a_dataset_and_a_config_that_stays_as_it_is_edited(
         "data/my-photos",
         "runs/my-photos",
     )
-    check_against_data(data, model=settings.model, train=settings.train, schedule=settings.schedule)
+    check_against_data(data, settings)
     # one epoch is shorter than its warm-up
     one = load_settings(PretrainSettings, path=config, overrides=["epochs=1"])
-    assert check_against_data(data, model=one.model, train=one.train, schedule=one.schedule) > 0
+    check_against_data(data, one)
 
     before = config.read_bytes()
     assert main(words) == 0  # the same command again

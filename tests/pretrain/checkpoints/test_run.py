@@ -192,6 +192,7 @@ def test_a_damaged_record_of_a_run_is_named_with_the_remedy(
     if name == "config.yaml":
         first_checkpoint.rename(tmp_path / "elsewhere")
         assert not check_settings(tmp_path, settings_with())
+        assert finished_result(tmp_path, settings_with()) is None
 
 
 def test_the_run_of_another_verb_and_a_dataset_are_named_as_such(
@@ -267,8 +268,13 @@ def test_an_evaluation_is_known_by_its_facts(
         check_settings(tmp_path, asked, facts)
 
 
+def test_a_run_that_does_not_train_has_no_checkpoint_of_a_length(tmp_path: Path) -> None:
+    (tmp_path / CONFIG_FILE).write_text("pretrained: runs/m\nneighbors: [3]\n")
+    assert checkpoint_at(f"{tmp_path}@5epochs") is None
+
+
 def test_a_checkpoint_that_is_in_the_remote_alone_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("checkpoint: {remote: 's3://bucket/run'}\n")
+    (tmp_path / CONFIG_FILE).write_text("{checkpoint: {remote: 's3://bucket/run'}, train: {}}\n")
     with fails("missing-path", f"{tmp_path}@5steps") as caught:
         checkpoint_at(f"{tmp_path}@5steps")
     assert "s3://bucket/run/checkpoints/step-00000005" in caught.value.fix

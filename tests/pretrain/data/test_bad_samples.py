@@ -94,10 +94,13 @@ def replaced(
     return bad_samples.replace(reader.read(reader.locate(ids), batch), ids, batch), batch
 
 
-def test_in_a_fold_its_own_samples_stand_in(reader: ShardReader) -> None:
+def test_in_a_fold_its_own_samples_stand_in(
+    reader: ShardReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fold = np.array([BAD[0], 0, 60, 119, 200])
     assert len(set(fold.tolist()) & set(BAD)) == 1
-    shown, batch = replaced(reader, BadSamples(reader, chosen=fold), sample=BAD[0])
+    monkeypatch.setitem(vars(reader.parts[0]), "chosen", fold)
+    shown, batch = replaced(reader, BadSamples(reader), sample=BAD[0])
     assert shown[0] in fold[1:] and torch.equal(batch, reader.images(shown))
 
 

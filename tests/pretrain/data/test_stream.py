@@ -102,7 +102,7 @@ def reading(
 ) -> Iterator[tuple[Stream, Iterator[Batch]]]:
     """Open a rank's stream and its batches."""
     data, world = loaded(urls, **more), World(rank, rank, num_ranks)
-    stream = Stream(data, seed=3, world=world, log=log)
+    stream = Stream(data, seed=3, world=world)
     plan = BatchPlan(batch * num_ranks, batch, num_ranks)
     how: dict[str, Any] = {
         "rank": rank,
@@ -111,6 +111,7 @@ def reading(
         "prefetch": 2,
         "pin": False,
         "finish": as_stored,
+        "log": log,
     }
     batches = batches_of(stream, data.order(seed=3, global_batch_size=batch), plan, **how)
     try:

@@ -3,6 +3,7 @@
 import resource
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from pretrain.config import EngineSettings, PretrainSettings
 from pretrain.engine import micro_batch
-from pretrain.engine.micro_batch import engine_bytes, fits, micro_batch_size
+from pretrain.engine.micro_batch import engine_bytes, fits, micro_batch_size, run_trial_step
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.ranks.world import World
@@ -45,7 +46,7 @@ class Memory:
         self.num_samples = num_samples
         self.tried: list[int] = []
 
-    def __call__(self, _model: nn.Module, size: int, *_: Any) -> None:
+    def __call__(self, _model: nn.Module, size: int, **_: Any) -> None:
         self.tried.append(size)
         if size > self.num_samples:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -96,13 +97,15 @@ def test_a_trial_step_changes_nothing_and_its_own_errors_are_errors(tmp_path: Pa
     assert (before == torch.get_rng_state()).all()
     assert all(weight.grad is None for weight in tried.parameters())
     with pytest.raises(RuntimeError, match="shape"):
-        fits(tried, 8, settings, 0, 9, torch.device("cpu"))
+        wrong = SIZE | {"settings": settings, "reserved_bytes": 0, "image_size": 9}
+        fits(partial(run_trial_step, tried, 8, **wrong), SIZE["device"])
 
 
 def refused_by_the_system(run_dir: Path) -> int:
     """Return the size found below a memory limit, in a separate process."""
     settings = settings_of(run_dir, 2**16, engine={"precision": "fp32", "zero_stage": 0})
-    fits(model(), 8, settings, 0, 8, torch.device("cpu"))  # load libraries and start threads
+    # load libraries and start threads
+    run_trial_step(model(), 8, settings=settings, reserved_bytes=0, **SIZE)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, resource.RLIM_INFINITY))
     return micro_batch_size(model(), settings=settings, **ALONE)

@@ -59,6 +59,17 @@ def classifier() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(768, 10))
 
 
+def scores_of(reader: ShardReader, stop: StopFlag | None = None) -> Scores:
+    return evaluate(
+        classifier(),
+        reader,
+        AUGMENTATION,
+        local_batch_size=40,
+        world=World(0, 0, 1),
+        stop=stop or StopFlag(),
+    )
+
+
 def plain_scores(reader: ShardReader, model: nn.Module, bits: np.ndarray) -> Scores:
     """Return the scores of a loop over single images."""
     rights, losses, real = [], [], []
@@ -143,33 +154,15 @@ def test_a_stop_lets_go_of_a_picture_that_never_comes(
     monkeypatch.setattr(reader, "read", read)
     monkeypatch.setattr(reader, "end_waits", arrives.set)
     with pytest.raises(Interrupted):
-        evaluate(
-            classifier(), reader, AUGMENTATION, local_batch_size=40, world=World(0, 0, 1), stop=stop
-        )
+        scores_of(reader, stop)
     assert waited and all(waited)
 
 
 @torch.no_grad()
 def test_there_is_no_real_score_without_its_labels(shapes: Path) -> None:
-    scores = evaluate(
-        classifier(),
-        reader_of(shapes),
-        AUGMENTATION,
-        local_batch_size=40,
-        world=World(0, 0, 1),
-        stop=StopFlag(),
-    )
-    assert scores.real is None and set(scores.metrics("eval")) == {
-        "eval/top1",
-        "eval/top5",
-        "eval/loss",
-    }
-    assert set(replace(scores, real=0.5).metrics("eval")) == {
-        "eval/top1",
-        "eval/top5",
-        "eval/loss",
-        "eval/real",
-    }
+    scores, names = scores_of(reader_of(shapes)), {"eval/top1", "eval/top5", "eval/loss"}
+    assert scores.real is None and set(scores.metrics()) == names
+    assert set(replace(scores, real=0.5).metrics()) == names | {"eval/real"}
 
 
 @torch.no_grad()
@@ -180,11 +173,4 @@ def test_real_labels_of_other_classes_are_refused(shapes: Path, tmp_path: Path) 
         directory, lambda manifest: manifest["splits"]["val"]["annotations"].update(real=fact)
     )
     with fails("mismatch", kind=DatasetError):
-        evaluate(
-            classifier(),
-            reader_of(directory),
-            AUGMENTATION,
-            local_batch_size=40,
-            world=World(0, 0, 1),
-            stop=StopFlag(),
-        )
+        scores_of(reader_of(directory))

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from pretrain.ranks.world import World
-from pretrain.tracking.node import NodeSampler, node_report
+from pretrain.tracking.node import NodeSampler, gpu_names, node_report
 
 
 def test_a_sample_of_this_node_bears_mlflows_names(tmp_path: Path) -> None:
@@ -28,6 +28,16 @@ def test_a_run_directory_that_is_gone_costs_its_disk_alone(tmp_path: Path) -> No
     assert "cpu_utilization_percentage" in values and not [
         name for name in values if name.startswith("disk")
     ]
+
+
+@pytest.mark.parametrize(("visible", "count"), [("0", 1), ("-1", 0), ("NoDevFiles", 0)])
+def test_a_hidden_gpu_is_not_counted(
+    visible: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    for name in ("Init", "DeviceGetCount", "DeviceGetHandleByIndex", "DeviceGetName"):
+        monkeypatch.setattr(f"pynvml.nvml{name}", lambda *_: 1)
+    assert len(gpu_names()) == count
 
 
 def test_a_driver_or_a_disk_that_hangs_holds_up_no_beat(
