@@ -1,10 +1,7 @@
 """Settings that probe, knn and evaluate share, and the input format of a frozen model."""
 
-import json
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -35,17 +32,6 @@ class ShortRunSettings(Settings):
     tracking: TrackingSettings = TrackingSettings()
     record: RecordSettings = RecordSettings()
     allow_import: AllowedImport = None
-
-
-def as_recorded(facts: dict[str, Any], record: Path, *, key: str | None = None) -> dict[str, Any]:
-    """Return the facts to compare with a record (or its entry `key`). A record of an earlier
-    version lacks the hash of the model, so only the facts that it has are compared."""
-    with suppress(OSError, ValueError, LookupError):  # missing or damaged: an error of its reader
-        begun: dict[str, Any] = json.loads(record.read_text())
-        begun = begun if key is None else begun[key]
-        if "model_sha256" not in begun:
-            return begun | {name: facts[name] for name in begun.keys() & facts.keys()}
-    return facts
 
 
 @dataclass(frozen=True)

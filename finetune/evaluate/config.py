@@ -18,7 +18,7 @@ from data_prep.local_copy import local_copy
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
 from data_prep.publish import hash_of_json
 from data_prep.settings import read_yaml, validate
-from finetune.config import ShortRunSettings, as_recorded
+from finetune.config import ShortRunSettings
 from finetune.split import check_split
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
@@ -207,8 +207,7 @@ class Evaluation:
     def stored_result(self) -> dict[str, Any] | None:
         """Return the result if this evaluation has finished, otherwise None. Fail if the directory
         holds something else."""
-        facts = as_recorded(self.facts, self.run_dir / EVALUATION)
-        is_ours = check_settings(self.run_dir, self.settings, facts)
+        is_ours = check_settings(self.run_dir, self.settings, self.facts)
         return finished_result(self.run_dir) if is_ours else None
 
     def plain_top1(self) -> float | None:
