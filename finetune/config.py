@@ -35,7 +35,7 @@ class ShortRunSettings(Settings):
 
 
 @dataclass(frozen=True)
-class Fed:
+class InputFormat:
     """Image size, normalization and other properties of a frozen model's input."""
 
     image_size: int
@@ -58,7 +58,7 @@ class Fed:
         *,
         image_size: int | None,
         channel_stats: ChannelStats,
-    ) -> "Fed":
+    ) -> "InputFormat":
         statistics = (manifest.channel_mean, manifest.channel_std)
         if checkpoint is None:
             return cls(image_size or manifest.image_size, statistics)
