@@ -100,10 +100,8 @@ class EvaluateSettings(ShortRunSettings):
                 not self.num_views
                 and getattr(self, field) != type(self).model_fields[field].default
             ):
-                problem, fix = (
-                    "has no effect without num_views",
-                    "set num_views, for example num_views=100",
-                )
+                problem = "has no effect without num_views"
+                fix = "set num_views, for example num_views=100"
                 raise UserError(field, problem, fix, code="conflict")
         return self
 

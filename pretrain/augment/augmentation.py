@@ -90,13 +90,11 @@ class Augmentation:
         dtype: torch.dtype,
         pixels: PixelOrder = IN_PLACE,
     ):
-        self.settings, self.seed, self.image_size, self.device, self.dtype = (
-            settings,
-            seed,
-            image_size,
-            device,
-            dtype,
-        )
+        self.settings = settings
+        self.seed = seed
+        self.image_size = image_size
+        self.device = device
+        self.dtype = dtype
         self.normalization = normalization
         self._is_permuted_first, self._order_P = pixels.permute == "before", None
         if pixels.pixel_permutation is not None:
