@@ -18,6 +18,9 @@ _STATS = (
 )
 ChannelStats = Annotated[Literal["checkpoint", "target"], Field(description=_STATS)]
 
+_SOURCE = "A run directory, checkpoint, folder of weights, hf-hub:USER/NAME or timm:NAME."
+Pretrained = Annotated[str, Field(description=_SOURCE, examples=["runs/mine"])]
+
 _CLASS = Field(
     description="Model class of a checkpoint that was trained with model.import. The class is"
     " imported only if this setting or --allow-import names it.",

@@ -18,7 +18,7 @@ from data_prep.local_copy import local_copy
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
 from data_prep.publish import hash_of_json
 from data_prep.settings import read_yaml, validate
-from finetune.config import ShortRunSettings
+from finetune.config import Pretrained, ShortRunSettings
 from finetune.split import check_split
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
@@ -66,8 +66,7 @@ class JudgedDataSettings(ReadingSettings):
 class EvaluateSettings(ShortRunSettings):
     of_verb = "finetune evaluate"
     example_with: ClassVar = {"augment": "num_views=10", "include_plain": "num_views=10"}
-    pretrained: str = Field(examples=["runs/mine"])
-    """A run directory, checkpoint, folder of weights, hf-hub:USER/NAME or timm:NAME."""
+    pretrained: Pretrained
     data: JudgedDataSettings
     run_dir: str | None = Field(None, examples=["runs/mine-views"])
     """Directory of the results. Default: a subdirectory of RUN/evaluations, where RUN is the run

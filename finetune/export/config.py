@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from data_prep.errors import UserError
 from data_prep.settings import Settings
-from finetune.config import AllowedImport
+from finetune.config import AllowedImport, Pretrained
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import is_output
 from pretrain.record import RecordSettings
@@ -29,8 +29,7 @@ ONNX, PT2, RECORD = "model.onnx", "model.pt2", "export.json"
 class ExportSettings(Settings):
     of_verb = "finetune export"
     example_with: ClassVar = {"revision": "push_to=USER/NAME", "private": "push_to=USER/NAME"}
-    pretrained: str = Field(examples=["runs/mine"])
-    """A run directory, checkpoint, folder of weights, hf-hub:USER/NAME or timm:NAME."""
+    pretrained: Pretrained
     out: str = Field(examples=["exports/mine"])
     """Output directory. It appears only when all files are complete. A directory with other content
     is not changed."""
