@@ -12,7 +12,7 @@ class Compiled:
     """A function that numba compiles at its first call. If the cache on disk does not work, every
     process compiles the function."""
 
-    def __init__(self, function: Callable[..., None], **options: Any):
+    def __init__(self, function: Callable[..., None], *, options: dict[str, Any]):
         try:
             self.dispatcher = numba.njit(cache=True, **options)(function)
         except RuntimeError:  # no directory for the cache is writable

@@ -352,7 +352,7 @@ def _scratch(size: int, taps: int) -> Scratch:
     )
 
 
-@partial(Compiled, **_OPTIONS)
+@partial(Compiled, options=_OPTIONS)
 def _augment(
     words: Words,
     tail_words: Words,

@@ -179,7 +179,7 @@ def _fma(context: Any, a: Any, b: Any, c: Any) -> Any:  # noqa: ARG001 (numba's 
 
 
 # results of fast math would depend on the compiler
-@partial(Compiled, nogil=True, error_model="numpy")
+@partial(Compiled, options={"nogil": True, "error_model": "numpy"})
 def _update(
     numbers: Floats,
     weights: Floats,
