@@ -20,12 +20,12 @@ TARGETS = {
 }
 CEILINGS = {
     "data_prep": 446_800,
-    "pretrain": 637_829,
-    "finetune": 230_973,
+    "pretrain": 637_206,
+    "finetune": 230_393,
     "analysis": 226_200,
     "cluster": 131_462,
     "benchmarks": 175_400,
-    "tests": 1_472_300,
+    "tests": 1_471_991,
 }
 
 
