@@ -36,7 +36,7 @@ from finetune.probe.config import FeatureDataSettings, ProbeSettings
 from finetune.probe.features import FeatureMaker, Table
 from finetune.probe.heads import Candidate, judge, order_of, train_heads
 from finetune.probe.probe import candidates_of
-from finetune.probe.rows import Rows, Standard, filled_width
+from finetune.probe.rows import Standard, TableRows, filled_width
 from finetune.session import open_backbone
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
@@ -66,9 +66,9 @@ class Bench:
         shutil.rmtree(self.settings.features_place, ignore_errors=True)
         return self.features()
 
-    def rows(self, table: Table, *, num_classes: int) -> Rows:
+    def rows(self, table: Table, *, num_classes: int) -> TableRows:
         table = replace(table, labels_N=table.labels_N % num_classes)
-        return Rows([table], standard=Standard.none(table.num_features), device=DEVICE)
+        return TableRows([table], standard=Standard.none(table.num_features), device=DEVICE)
 
     def heads(self, table: Table, candidates: list[Candidate], *, num_classes: int) -> Tensor:
         return train_heads(

@@ -1,10 +1,7 @@
 """Settings that probe, knn and evaluate share, and the input format of a frozen model."""
 
-import json
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -20,6 +17,9 @@ _STATS = (
     " of the checkpoint. target: this dataset, as in the code of Scaling MLPs."
 )
 ChannelStats = Annotated[Literal["checkpoint", "target"], Field(description=_STATS)]
+
+_SOURCE = "A run directory, checkpoint, folder of weights, hf-hub:USER/NAME or timm:NAME."
+Pretrained = Annotated[str, Field(description=_SOURCE, examples=["runs/mine"])]
 
 _CLASS = Field(
     description="Model class of a checkpoint that was trained with model.import. The class is"
@@ -37,19 +37,8 @@ class ShortRunSettings(Settings):
     allow_import: AllowedImport = None
 
 
-def as_recorded(facts: dict[str, Any], record: Path, *, key: str | None = None) -> dict[str, Any]:
-    """Return the facts to compare with a record (or its entry `key`). A record of an earlier
-    version lacks the hash of the model, so only the facts that it has are compared."""
-    with suppress(OSError, ValueError, LookupError):  # missing or damaged: an error of its reader
-        begun: dict[str, Any] = json.loads(record.read_text())
-        begun = begun if key is None else begun[key]
-        if "model_sha256" not in begun:
-            return begun | {name: facts[name] for name in begun.keys() & facts.keys()}
-    return facts
-
-
 @dataclass(frozen=True)
-class Fed:
+class InputFormat:
     """Image size, normalization and other properties of a frozen model's input."""
 
     image_size: int
@@ -72,7 +61,7 @@ class Fed:
         *,
         image_size: int | None,
         channel_stats: ChannelStats,
-    ) -> "Fed":
+    ) -> "InputFormat":
         statistics = (manifest.channel_mean, manifest.channel_std)
         if checkpoint is None:
             return cls(image_size or manifest.image_size, statistics)

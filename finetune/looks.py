@@ -25,8 +25,8 @@ COLUMN, PAGE = 3.3, 6.9
 """Width of one column and of both columns of a paper, in inches."""
 DPI = 220
 """Dots per inch of figures up to the width PAGE."""
-SEQUENTIAL, DIVERGING = "cividis", "RdBu_r"
-"""Color maps: for values from low to high, and for values around a midpoint."""
+SEQUENTIAL = "cividis"
+"""Color map for values from low to high."""
 MARKERS = "os^Dv<>PX*"
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _LOOKS: dict[Any, Any] = {

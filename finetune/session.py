@@ -22,7 +22,7 @@ from data_prep.errors import UserError
 from data_prep.manifest import Manifest
 from data_prep.publish import hash_of_json
 from data_prep.settings import flatten
-from finetune.config import ChannelStats, Fed, ShortRunSettings
+from finetune.config import ChannelStats, InputFormat, ShortRunSettings
 from pretrain.augment.augmentation import Augmentation, Normalization
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
@@ -136,7 +136,7 @@ class PatientGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Backbone(Fed):
+class Backbone(InputFormat):
     """A frozen model that computes features."""
 
     extract: Callable[[Tensor], Tensor]
@@ -167,9 +167,11 @@ def open_backbone(
     precision: str = "fp32",
 ) -> Backbone:
     """Load a frozen model. Without a checkpoint, features are the normalized pixels."""
-    fed = Fed.of(checkpoint, manifest, image_size=image_size, channel_stats=channel_stats)
+    inputs = InputFormat.of(
+        checkpoint, manifest, image_size=image_size, channel_stats=channel_stats
+    )
     if checkpoint is None:
-        return Backbone(**vars(fed), extract=lambda images: images.flatten(1))
+        return Backbone(**vars(inputs), extract=lambda images: images.flatten(1))
     model = load_model(checkpoint).to(device).eval()
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"
@@ -181,7 +183,7 @@ def open_backbone(
         ):
             return pooled_features(model, images_BCHW).float()
 
-    return Backbone(**vars(replace(fed, precision=precision)), extract=extract, model=model)
+    return Backbone(**vars(replace(inputs, precision=precision)), extract=extract, model=model)
 
 
 @contextmanager

@@ -20,12 +20,12 @@ TARGETS = {
 }
 CEILINGS = {
     "data_prep": 445_255,
-    "pretrain": 637_318,
-    "finetune": 230_973,
+    "pretrain": 637_206,
+    "finetune": 230_393,
     "analysis": 226_080,
     "cluster": 131_462,
     "benchmarks": 173_950,
-    "tests": 1_472_250,
+    "tests": 1_471_991,
 }
 
 

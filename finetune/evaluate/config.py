@@ -18,7 +18,7 @@ from data_prep.local_copy import local_copy
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
 from data_prep.publish import hash_of_json
 from data_prep.settings import read_yaml, validate
-from finetune.config import ShortRunSettings, as_recorded
+from finetune.config import Pretrained, ShortRunSettings
 from finetune.split import check_split
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
@@ -66,8 +66,7 @@ class JudgedDataSettings(ReadingSettings):
 class EvaluateSettings(ShortRunSettings):
     of_verb = "finetune evaluate"
     example_with: ClassVar = {"augment": "num_views=10", "include_plain": "num_views=10"}
-    pretrained: str = Field(examples=["runs/mine"])
-    """A run directory, checkpoint, folder of weights, hf-hub:USER/NAME or timm:NAME."""
+    pretrained: Pretrained
     data: JudgedDataSettings
     run_dir: str | None = Field(None, examples=["runs/mine-views"])
     """Directory of the results. Default: a subdirectory of RUN/evaluations, where RUN is the run
@@ -100,10 +99,8 @@ class EvaluateSettings(ShortRunSettings):
                 not self.num_views
                 and getattr(self, field) != type(self).model_fields[field].default
             ):
-                problem, fix = (
-                    "has no effect without num_views",
-                    "set num_views, for example num_views=100",
-                )
+                problem = "has no effect without num_views"
+                fix = "set num_views, for example num_views=100"
                 raise UserError(field, problem, fix, code="conflict")
         return self
 
@@ -207,8 +204,7 @@ class Evaluation:
     def stored_result(self) -> dict[str, Any] | None:
         """Return the result if this evaluation has finished, otherwise None. Fail if the directory
         holds something else."""
-        facts = as_recorded(self.facts, self.run_dir / EVALUATION)
-        is_ours = check_settings(self.run_dir, self.settings, facts)
+        is_ours = check_settings(self.run_dir, self.settings, self.facts)
         return finished_result(self.run_dir) if is_ours else None
 
     def plain_top1(self) -> float | None:

@@ -63,6 +63,10 @@ class Answers:
     def is_right(self) -> NDArray[np.bool_]:
         return np.equal(self.answers_NA[:, 0], self.labels_N)
 
+    @property
+    def is_in_top5(self) -> NDArray[np.bool_]:
+        return np.asarray((self.answers_NA == self.labels_N[:, None]).any(axis=1))
+
 
 COLUMNS = tuple(field.name for field in fields(Answers) if field.name != "moments")
 
@@ -74,7 +78,7 @@ def scores_of(answers: Answers) -> dict[str, float]:
     brier = answers.squares_N - 2 * np.exp(-answers.losses_N) + 1
     return {
         "top1": float(answers.is_right.mean()),
-        "top5": float((answers.answers_NA == answers.labels_N[:, None]).any(axis=1).mean()),
+        "top5": float(answers.is_in_top5.mean()),
         "loss": float(answers.losses_N.mean()),
         "ece": float((bins["gap"] * bins["count"]).sum() / len(answers)),
         "mce": float(bins["gap"].max()),
@@ -108,7 +112,7 @@ def predictions_by_class(
             "label": name_of.loc[answers.labels_N].to_numpy(),
             "answer": name_of.reindex(answers.answers_NA[:, 0]).fillna(OTHER).to_numpy(),
             "top1": answers.is_right,
-            "top5": (answers.answers_NA == answers.labels_N[:, None]).any(axis=1),
+            "top5": answers.is_in_top5,
             "loss": answers.losses_N,
         }
     )

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from data_prep.errors import UserError
 from data_prep.settings import Settings
-from finetune.config import AllowedImport, as_recorded
+from finetune.config import AllowedImport, Pretrained
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import is_output
 from pretrain.record import RecordSettings
@@ -29,8 +29,7 @@ ONNX, PT2, RECORD = "model.onnx", "model.pt2", "export.json"
 class ExportSettings(Settings):
     of_verb = "finetune export"
     example_with: ClassVar = {"revision": "push_to=USER/NAME", "private": "push_to=USER/NAME"}
-    pretrained: str = Field(examples=["runs/mine"])
-    """A run directory, checkpoint, folder of weights, hf-hub:USER/NAME or timm:NAME."""
+    pretrained: Pretrained
     out: str = Field(examples=["exports/mine"])
     """Output directory. It appears only when all files are complete. A directory with other content
     is not changed."""
@@ -85,9 +84,8 @@ class ExportSettings(Settings):
 
     def is_begun(self, checkpoint: Checkpoint | None) -> bool:
         """True if `out` holds this export, complete or not. Fail if `out` holds something else."""
-        out, request = Path(self.out), self.identity(checkpoint) if checkpoint else {}
-        request = as_recorded(request, out / RECORD, key="request")
-        return is_output(out, request, record=RECORD, key="request", kind="an export")
+        request = self.identity(checkpoint) if checkpoint else {}
+        return is_output(Path(self.out), request, record=RECORD, key="request", kind="an export")
 
 
 def is_exported(settings: ExportSettings) -> bool:

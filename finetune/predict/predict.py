@@ -286,10 +286,8 @@ def _rows(
                 torch.cat(column)[: len(ids)].cpu() for column in zip(*held, strict=True)
             )
             errors = [reasons.pop(number, None) for number in ids.tolist()]
-            is_bad, words = (
-                np.array([each is not None for each in errors]),
-                pa.array(predictor.card.classes),
-            )
+            is_bad = np.array([each is not None for each in errors])
+            words = pa.array(predictor.card.classes)
             ends = np.cumsum([0, *np.where(is_bad, 0, features.shape[1])])
             columns = {
                 "image": [printable(folder + name) for _, name in reader.names(ids)],

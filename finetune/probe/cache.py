@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from data_prep.errors import UserError
 from data_prep.manifest import Manifest
 from data_prep.publish import TEMPORARY_PREFIX, hash_of_json
-from finetune.config import Fed
+from finetune.config import InputFormat
 from finetune.probe.config import KnnSettings, ProbeSettings
 from pretrain.checkpoints.card import MODEL, shapes_in
 from pretrain.checkpoints.checkpoint import Checkpoint
@@ -50,7 +50,7 @@ def wanted_of(settings: ProbeSettings | KnnSettings) -> Mapping[Which, Wanted]:
 class Cache:
     settings: ProbeSettings | KnnSettings
     manifest: Manifest
-    source: Fed
+    source: InputFormat
 
     @property
     def augment(self) -> AugmentSettings:
@@ -136,9 +136,11 @@ def check_room(
     """Fail if the features must be kept on disk but do not fit. For feature_precision=auto, fail
     only if the missing features of neither precision (fp32, bf16) fit."""
     image_size, channel_stats = settings.data.image_size, settings.channel_stats
-    fed = Fed.of(checkpoint, manifest, image_size=image_size, channel_stats=channel_stats)
+    inputs = InputFormat.of(
+        checkpoint, manifest, image_size=image_size, channel_stats=channel_stats
+    )
     precision = settings.feature_precision
     chosen = ("fp32", "bf16") if precision == "auto" else (precision,)
-    faults = [Cache(settings, manifest, replace(fed, precision=each)).fault for each in chosen]
+    faults = [Cache(settings, manifest, replace(inputs, precision=each)).fault for each in chosen]
     if settings.must_keep and faults[0] and all(faults):
         raise UserError("features", *faults[0], code="no-space")

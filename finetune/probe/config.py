@@ -202,11 +202,9 @@ class ProbeSettings(FeatureSettings):
 
     @model_validator(mode="after")
     def _settings_fit(self) -> "ProbeSettings":
-        is_lbfgs, holdout, fields = (
-            self.optimizer == "lbfgs",
-            self.holdout_split,
-            type(self).model_fields,
-        )
+        is_lbfgs = self.optimizer == "lbfgs"
+        holdout = self.holdout_split
+        fields = type(self).model_fields
         conflicts = [
             ("num_views", self.num_views and self.augment is None, "needs augment",
              "set augment, for example augment.crop_scale=[0.4,1.0]"),

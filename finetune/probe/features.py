@@ -180,10 +180,11 @@ class FeatureMaker:
         blocks."""
         rank, num_ranks = self.world.rank, self.world.num_ranks
         is_bad = torch.tensor([not _is_complete(place, rank, num_ranks) for place in places])
-        self.group.all_sum(counts := is_bad.float())
-        missing = [place for place, count in zip(places, counts.tolist(), strict=True) if count]
-        for place in filter(Path.exists, missing) if self.world.is_first else ():
-            print(f"{place} is damaged; the features are computed again", file=sys.stderr)
+        num_bad = self.group.all_sum(is_bad.float()).tolist()
+        missing = [place for place, count in zip(places, num_bad, strict=True) if count]
+        if self.world.is_first:
+            for place in filter(Path.exists, missing):
+                print(f"{place} is damaged; the features are computed again", file=sys.stderr)
         return missing
 
     @torch.no_grad()

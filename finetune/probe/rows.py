@@ -7,6 +7,7 @@ advance.
 Shapes: B batch, D features, E = D + 1 padded to a multiple of 8, N rows of a table, n chosen rows.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -90,24 +91,17 @@ class OnDevice:
         return self._placed[id(table)][1]
 
 
-class Rows:
-    """Chosen rows of a split. Each view has its own table; all tables have the same labels."""
+class Rows(ABC):
+    """Chosen rows of a split, standardized."""
 
     def __init__(
         self,
-        tables: Sequence[Table],
+        labels_N: Tensor,
         *,
         standard: Standard,
         device: torch.device,
         chosen_n: Tensor | None = None,
-        on_device: OnDevice | None = None,
     ):
-        self._tables, self._on_device = tables, on_device or OnDevice(device)
-        self._lay_out(tables[0].labels_N, standard, chosen_n, device=device)
-
-    def _lay_out(
-        self, labels_N: Tensor, standard: Standard, chosen_n: Tensor | None, *, device: torch.device
-    ) -> None:
         self.device, self.num_features = device, len(standard.mean_D)
         self._chosen_n = torch.arange(len(labels_N)) if chosen_n is None else chosen_n
         self.labels_n = labels_N[self._chosen_n].to(device)
@@ -136,6 +130,26 @@ class Rows:
         x_BE = self._buffer_BE[: len(values_BD)]
         torch.sub(values_BD, self._mean_D, out=x_BE[:, : self.num_features]).mul_(self._scale_D)
         return x_BE
+
+    @abstractmethod
+    def _gathered(self, view: int, batches: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yield the features (B, D) of each batch of indices on the device."""
+
+
+class TableRows(Rows):
+    """Rows of tables. Each view has its own table; all tables have the same labels."""
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        *,
+        standard: Standard,
+        device: torch.device,
+        chosen_n: Tensor | None = None,
+        on_device: OnDevice | None = None,
+    ):
+        super().__init__(tables[0].labels_N, standard=standard, device=device, chosen_n=chosen_n)
+        self._tables, self._on_device = tables, on_device or OnDevice(device)
 
     def _gathered(self, view: int, batches: Sequence[Tensor]) -> Iterator[Tensor]:
         table = self._tables[view]

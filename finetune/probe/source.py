@@ -18,7 +18,7 @@ from torch import Tensor
 from finetune.probe.cache import Wanted, Which, wanted_of
 from finetune.probe.config import ProbeSettings
 from finetune.probe.features import FeatureMaker, Table, undecodable
-from finetune.probe.rows import CHUNK, OnDevice, Rows, Standard
+from finetune.probe.rows import CHUNK, OnDevice, Rows, Standard, TableRows
 from finetune.split import view_of
 from pretrain.augment.feed import on_device
 from pretrain.data.datasets import Part
@@ -41,12 +41,11 @@ class StreamedRows(Rows):
         reader: ShardReader,
         views: Sequence[int | None],
         *,
-        standard: Standard | None = None,
+        standard: Standard,
         chosen_n: Tensor | None = None,
     ):
         labels_N = torch.from_numpy(reader.labels.astype(np.int64))
-        standard = standard or Standard.none(maker.num_features)
-        self._lay_out(labels_N, standard, chosen_n, device=maker.device)
+        super().__init__(labels_N, standard=standard, device=maker.device, chosen_n=chosen_n)
         self._maker, self._reader, self._views = maker, reader, views
         self._augmentation = maker.backbone.augmentation(
             maker.cache.augment, seed=maker.settings.seed, device=maker.device
@@ -117,7 +116,7 @@ class Cached:
         return Standard.of(self._tables["train"][0].chunks(CHUNK), num_features=self.num_features)
 
     def rows(self, which: Which, *, standard: Standard, chosen_n: Tensor | None = None) -> Rows:
-        return Rows(
+        return TableRows(
             self._tables[which],
             standard=standard,
             device=self._on_device.device,

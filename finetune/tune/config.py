@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from data_prep.errors import UserError
 from data_prep.manifest import load_manifest
 from data_prep.remote import join
-from finetune.config import AllowedImport, ChannelStats
+from finetune.config import AllowedImport, ChannelStats, Pretrained
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.run import check_resume, finished_result, list_checkpoints
 from pretrain.config import (
@@ -46,8 +46,7 @@ class TuneSettings(TrainingSettings):
     example_with: ClassVar = {"train.ema_decay": None} | {
         f"data.{name}": None for name in StreamSettings.model_fields
     }
-    pretrained: str = Field(examples=["runs/mine"])
-    """A run directory, checkpoint, folder of weights, hf-hub:USER/NAME or timm:NAME."""
+    pretrained: Pretrained
     init: Literal["pretrained", "scratch"] = "pretrained"
     """pretrained: start from the checkpoint. scratch: train the same architecture from random
     weights, as a baseline."""

@@ -167,11 +167,11 @@ def _classes(
     labels = config.get("label_names") if foreign.family == "timm" else None
     if given is None and isinstance(labels, list) and len(labels) == len(set(labels)) == count:
         return tuple(map(str, labels)), FROM_CONFIG
-    is_number = given is None or given.isdigit()
-    unnamed = tuple(
-        f"class_{number:05d}" for number in range(int(given or count) if is_number else 0)
-    )
-    names = unnamed if given is None or is_number else names_of(given)
+    if given is None or given.isdigit():
+        names = tuple(f"class_{number:05d}" for number in range(int(given or count)))
+        origin = "unknown; finetune evaluate needs an import with --classes"
+    else:
+        names, origin = names_of(given), f"from {given}"
     if len(names) != count:
         problem = f"{len(names)} classes are given, but the last layer has {count}"
         raise UserError("--classes", problem, f"give {count} classes", code="mismatch")
@@ -179,5 +179,4 @@ def _classes(
         twice = next(name for name in names if names.count(name) > 1)
         fix = "give every class its own name"
         raise UserError("--classes", f"{given} has {twice!r} twice", fix, code="conflict")
-    unknown = "unknown; finetune evaluate needs an import with --classes"
-    return names, unknown if is_number else f"from {given}"
+    return names, origin

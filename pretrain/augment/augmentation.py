@@ -90,13 +90,11 @@ class Augmentation:
         dtype: torch.dtype,
         pixels: PixelOrder = IN_PLACE,
     ):
-        self.settings, self.seed, self.image_size, self.device, self.dtype = (
-            settings,
-            seed,
-            image_size,
-            device,
-            dtype,
-        )
+        self.settings = settings
+        self.seed = seed
+        self.image_size = image_size
+        self.device = device
+        self.dtype = dtype
         self.normalization = normalization
         self._is_permuted_first, self._order_P = pixels.permute == "before", None
         if pixels.pixel_permutation is not None:
@@ -110,19 +108,12 @@ class Augmentation:
         self._policy = parse_policy(settings.auto_augment) if settings.auto_augment else None
         self._mixer = PairMixer(settings) if settings.mixing else None
         self._buffers = BufferPool()
-        self._on_cpu, self._kernels = (
-            device.type == "cpu",
-            kernels() if device.type == "cuda" else None,
-        )
+        self._on_cpu = device.type == "cpu"
+        self._kernels = kernels() if device.type == "cuda" else None
         self._colors_23 = torch.stack([self._mean, self._scale]).view(2, 3)
         self._area = settings.crop_interpolation == "area"
-        is_on_cpu = (
-            self._on_cpu
-            and dtype in (torch.float32, torch.bfloat16)
-            and not settings.mixes_previous
-        )
-        writes = bool(self._kernels) or is_on_cpu
-        self._in_one_pass = writes and settings.is_crop_flip_mixup
+        is_on_cpu = self._on_cpu and not settings.mixes_previous
+        self._in_one_pass = settings.is_crop_flip_mixup and (bool(self._kernels) or is_on_cpu)
 
     def prepare(self, batch: Batch) -> Prepared:
         if self._order_P is not None and self._is_permuted_first:

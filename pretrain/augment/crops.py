@@ -77,12 +77,10 @@ def draw_boxes(
         return replace(central_boxes(stored_size, aspects_B, fraction=1.0), flip=flip)
     (low, high), (narrow, wide) = settings.crop_scale, settings.crop_ratio
     spread = math.log(wide) - math.log(narrow)
-    found, height, width, rows = (
-        np.zeros(count, bool),
-        np.zeros(count),
-        np.zeros(count),
-        np.arange(count),
-    )
+    found = np.zeros(count, bool)
+    height = np.zeros(count)
+    width = np.zeros(count)
+    rows = np.arange(count)
     for tries in (np.arange(1), np.arange(1, 3), np.arange(3, _CROP_TRIES)):
         left_over = draws.of(rows) if tries[0] else draws
         area = stored_size**2 * (low + (high - low) * left_over.uniform(Purpose.CROP_AREA, tries))
@@ -98,10 +96,8 @@ def draw_boxes(
     height, width = np.where(found, height, tallest), np.where(found, width, widest)
     top = np.floor(draws.uniform(Purpose.CROP_TOP) * (stored_size - height + 1))
     left = np.floor(draws.uniform(Purpose.CROP_LEFT) * (stored_size - width + 1))
-    center_top, center_left = (
-        np.floor((stored_size - height) / 2),
-        np.floor((stored_size - width) / 2),
-    )
+    center_top = np.floor((stored_size - height) / 2)
+    center_left = np.floor((stored_size - width) / 2)
     return Boxes(
         np.where(found, top, center_top), np.where(found, left, center_left), height, width, flip
     )
@@ -213,10 +209,8 @@ def padded_crop(
     columns_BW = left[:, None] + np.arange(width)
     columns_BW = np.where(flip[:, None], columns_BW[:, ::-1], columns_BW)
     if mode == "reflect":
-        rows_BH, columns_BW = (
-            _reflected(rows_BH - padding, height),
-            _reflected(columns_BW - padding, width),
-        )
+        rows_BH = _reflected(rows_BH - padding, height)
+        columns_BW = _reflected(columns_BW - padding, width)
     else:
         images_BHWC = pad(images_BHWC, (0, 0, padding, padding, padding, padding))
     sent = send({"rows": rows_BH, "columns": columns_BW}, images_BHWC.device)

@@ -53,10 +53,8 @@ def draw_blocks(settings: AugmentSettings, draws: Draws, *, size: int) -> Erased
     ratio_nKT = np.exp(
         math.log(_MIN_RATIO) * (1 - 2 * draws.uniform(Purpose.ERASE_RATIO, blocks, tries))
     )
-    heights_nKT, widths_nKT = (
-        np.round(np.sqrt(area_nKT * ratio_nKT)),
-        np.round(np.sqrt(area_nKT / ratio_nKT)),
-    )
+    heights_nKT = np.round(np.sqrt(area_nKT * ratio_nKT))
+    widths_nKT = np.round(np.sqrt(area_nKT / ratio_nKT))
     fits_nKT = (heights_nKT < size) & (widths_nKT < size)
     found_nK, sides = first_that(fits_nKT, heights_nKT, widths_nKT)
     drawn_nK = found_nK & (blocks[None, :] < count_n1)

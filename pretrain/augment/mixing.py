@@ -37,10 +37,8 @@ class Mix:
 
 class PairMixer:
     def __init__(self, settings: AugmentSettings):
-        self.settings, alphas = (
-            settings,
-            {"MixUp": settings.mixup_alpha, "CutMix": settings.cutmix_alpha},
-        )
+        self.settings = settings
+        alphas = {"MixUp": settings.mixup_alpha, "CutMix": settings.cutmix_alpha}
         self._lambda = {way: BetaTable(alphas[way]) for way in settings.mixing}
 
     def draw(self, shared: Draws, *, size: int) -> Mix:
@@ -58,15 +56,11 @@ class PairMixer:
             none = np.zeros(len(mixed), np.int64)
             return Mix(weight, weight, none, none, none, none)
         side = np.where(mixed & cuts, np.floor(size * np.sqrt(1 - weight)), 0).astype(np.int64)
-        row, column = (
-            shared.integer(Purpose.CUTMIX_ROW, size),
-            shared.integer(Purpose.CUTMIX_COLUMN, size),
-        )
+        row = shared.integer(Purpose.CUTMIX_ROW, size)
+        column = shared.integer(Purpose.CUTMIX_COLUMN, size)
         top, bottom = np.clip(row - side // 2, 0, size), np.clip(row + (side + 1) // 2, 0, size)
-        left, right = (
-            np.clip(column - side // 2, 0, size),
-            np.clip(column + (side + 1) // 2, 0, size),
-        )
+        left = np.clip(column - side // 2, 0, size)
+        right = np.clip(column + (side + 1) // 2, 0, size)
         blend = np.where(cuts, 1.0, weight)
         weight = np.where(cuts, 1 - (bottom - top) * (right - left) / size**2, weight)
         return Mix(weight, blend, top, bottom, left, right)

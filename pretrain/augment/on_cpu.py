@@ -21,17 +21,18 @@ takes seconds once per kind of CPU. Numba keeps the result in `__pycache__` or ~
 read-only, every process compiles.
 """
 
-import pickle
 import sys
 from collections.abc import Callable
-from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from pretrain.compiled import Compiled
 
 if TYPE_CHECKING:
     from pretrain.augment.crops import Boxes
@@ -46,7 +47,7 @@ Floats = NDArray[np.float32]
 Scratch = tuple[Floats, Floats, Floats, Floats, Floats, Floats, NDArray[np.int64], Words, Words]
 
 # "contract" allows a * b + c in one instruction; "numpy" avoids a branch for division by zero
-_OPTIONS = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
+_OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
 _FIRST, _SECOND, _THIRD = np.uint32(0), np.uint32(8), np.uint32(16)
 _BYTE, _HALF, _ONE = np.uint32(255), np.uint32(0x7FFF), np.uint32(1)
 _PIXEL = np.uint64(24)
@@ -83,7 +84,7 @@ def crop_mix_normalize(
     taps = _most_taps(boxes_4B[2:].max() / size)
     words, tail_words, in_tail = _words(images_BHWC, spare=3 * taps + 8)
     rounds = dtype == torch.bfloat16
-    arguments = (
+    _augment(
         words,
         tail_words,
         batch - in_tail,
@@ -100,17 +101,6 @@ def crop_mix_normalize(
         np.empty((0, 3, size, size), np.float32) if rounds else out.numpy(),
         out.view(torch.uint16).numpy() if rounds else np.empty((0, 3, size, size), np.uint16),
     )
-    try:
-        _augment(*arguments)
-    except (
-        EOFError,
-        pickle.UnpicklingError,
-        OSError,
-    ):  # numba's file is incomplete, or the disk is full
-        with suppress(OSError):
-            _augment._cache.flush()  # type: ignore[attr-defined]
-        _augment._cache.disable()  # type: ignore[attr-defined]
-        _augment(*arguments)
     return out
 
 
@@ -182,13 +172,6 @@ def _inner(function: Function) -> Function:
     return cast(
         Function, numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)(function)
     )
-
-
-def _kept(function: Function) -> Function:
-    try:
-        return cast(Function, numba.njit(cache=True, **_OPTIONS)(function))
-    except RuntimeError:  # numba's cache cannot be written: compile in every process
-        return cast(Function, numba.njit(**_OPTIONS)(function))
 
 
 @_inner
@@ -369,7 +352,7 @@ def _scratch(size: int, taps: int) -> Scratch:
     )
 
 
-@_kept
+@partial(Compiled, options=_OPTIONS)
 def _augment(
     words: Words,
     tail_words: Words,

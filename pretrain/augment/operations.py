@@ -60,11 +60,9 @@ def apply_plan(pictures_BHWC: Tensor, plan: OperationPlan, *, fill_C: Tensor) ->
 
 
 def _arrays(plan: OperationPlan, layer: int, *, height: int, width: int) -> Arrays:
-    operations, strengths, cubic = (
-        plan.operations_LB[layer],
-        plan.strengths_LB[layer],
-        plan.cubic_LB[layer],
-    )
+    operations = plan.operations_LB[layer]
+    strengths = plan.strengths_LB[layer]
+    cubic = plan.cubic_LB[layer]
     moved = np.isin(operations, GEOMETRIC)
     kinds = {operation.name: operations == operation for operation in (*TABLES, *CHANGES)}
     kinds |= {"fixed": np.isin(operations, FIXED)}

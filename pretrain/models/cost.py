@@ -157,10 +157,8 @@ def _mlp(spec: MlpSpec) -> Cost:
 
 
 def _mixer(spec: MixerSpec, *, image_size: int) -> tuple[Cost, Cost]:
-    num_patches, tokens = (
-        spec.num_patches(image_size=image_size),
-        spec.tokens(image_size=image_size),
-    )
+    num_patches = spec.num_patches(image_size=image_size)
+    tokens = spec.tokens(image_size=image_size)
     channels = spec.num_channels
     token_hidden, channel_hidden = spec.hidden_sizes(num_tokens=tokens)
     linear = partial(_linear, bias=spec.bias)
@@ -191,10 +189,8 @@ def _sparse_mlp(spec: SparseMlpSpec, *, image_size: int) -> tuple[Cost, Cost]:
         return Cost(weights + num_outputs * spec.bias, weights)
 
     num_patches, width = (image_size // spec.patch_size) ** 2, spec.width_at(image_size=image_size)
-    stem, norms = (
-        _linear(3 * spec.patch_size**2, spec.num_channels, rows=num_patches, bias=spec.bias),
-        _norm(width) * (spec.depth + spec.final_norm),
-    )
+    stem = _linear(3 * spec.patch_size**2, spec.num_channels, rows=num_patches, bias=spec.bias)
+    norms = _norm(width) * (spec.depth + spec.final_norm)
     entries = num_patches * spec.num_channels
     if entries != width:
         stem += (

@@ -123,10 +123,8 @@ class Mixer(ImageModel):
             num_classes=num_classes,
             pixels_per_place=spec.patch_size,
         )
-        num_patches, num_tokens = (
-            spec.num_patches(image_size=image_size),
-            spec.tokens(image_size=image_size),
-        )
+        num_patches = spec.num_patches(image_size=image_size)
+        num_tokens = spec.tokens(image_size=image_size)
         self.patch_size = spec.patch_size
         self.stem = Linear(3 * spec.patch_size**2, spec.num_channels)
         self.blocks = nn.ModuleList(

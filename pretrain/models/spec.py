@@ -19,6 +19,8 @@ _OfLayers = Annotated[Activation, Field(description="Activation function.")]
 _OfMatrices = Annotated[
     bool, Field(description="Use a bias in every matrix. The classifier always has a bias.")
 ]
+_ZEROED = "Fraction of hidden entries that training sets to zero. 0: off."
+_Dropout = Annotated[float, Field(ge=0, lt=1, description=_ZEROED)]
 Init = Literal["normal", "torch"]
 EXPANSION = 4.0
 TIMM_NORM_EPS = 1e-6
@@ -54,7 +56,13 @@ BlockNumbers = Annotated[
 ]
 
 
-class MlpSpec(Settings):
+class Spec(Settings):
+    def check(self, *, image_size: int) -> None:
+        """Raise an error if the model does not support this image size. The default is to support
+        any size."""
+
+
+class MlpSpec(Spec):
     """The MLP of *Scaling MLPs*: Linear(3 H W, width), `depth` layers (with an inverted bottleneck
     of two matrices), Linear(width, classes)."""
 
@@ -81,8 +89,7 @@ class MlpSpec(Settings):
     """Number of layers that each skip path spans; 0: no skip paths. Default: 1 with an inverted
     bottleneck, otherwise 0."""
     activation: _OfLayers = "gelu"
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """Fraction of hidden entries that training sets to zero. 0: off."""
+    dropout: _Dropout = 0.0
     bias: _OfMatrices = True
 
     @model_validator(mode="after")
@@ -119,12 +126,8 @@ class MlpSpec(Settings):
     def hidden_width(self) -> int:
         return max(1, round(self.expansion * self.width))
 
-    def check(self, *, image_size: int) -> None:
-        """Raise an error if the model does not support this image size. An MLP supports any
-        size."""
 
-
-class MixerSpec(Settings):
+class MixerSpec(Spec):
     """The Mixer paper's models: per-patch linear, `depth` mixing blocks on (S tokens, C channels),
     norm, mean over tokens, linear."""
 
@@ -152,8 +155,7 @@ class MixerSpec(Settings):
     """Numbers of the blocks (from 0) whose mixings read and write entries in a random order, fixed
     at initialization (RP variants)."""
     activation: _OfLayers = "gelu"
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """Fraction of hidden entries that training sets to zero. 0: off."""
+    dropout: _Dropout = 0.0
     norm_eps: float = Field(1e-5, gt=0)
     """Epsilon of every LayerNorm: 1e-5 in the paper, 1e-6 in timm's Mixers."""
     init: Init = "normal"
@@ -198,7 +200,6 @@ class MixerSpec(Settings):
         check_patch_size(self.patch_size, image_size=image_size)
 
     def num_patches(self, *, image_size: int) -> int:
-
         return int((image_size // self.patch_size) ** 2)
 
     def tokens(self, *, image_size: int) -> int:
@@ -211,7 +212,7 @@ class MixerSpec(Settings):
         )
 
 
-class SparseMlpSpec(Settings):
+class SparseMlpSpec(Spec):
     """The Mixer paper's SW-MLP: per-patch linear, one vector, `depth` blocks x + act((M * W) LN(x))
     with a fixed random mask M."""
 
@@ -254,8 +255,7 @@ class SparseMlpSpec(Settings):
         return self.storage == "sparse" or (self.storage == "auto" and self.density <= 0.05)
 
     activation: _OfLayers = "gelu"
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """Fraction of hidden entries that training sets to zero. 0: off."""
+    dropout: _Dropout = 0.0
     bias: _OfMatrices = True
 
     @model_validator(mode="after")
@@ -290,7 +290,7 @@ class SparseMlpSpec(Settings):
         return self.width or int((image_size // self.patch_size) ** 2) * self.num_channels
 
 
-class StructuredMlpSpec(Settings):
+class StructuredMlpSpec(Spec):
     """The Mixer paper's shallow Monarch and Kronecker MLPs: an image x becomes Bc B2 relu(B1 x),
     with a dense classifier Bc."""
 
@@ -310,11 +310,8 @@ class StructuredMlpSpec(Settings):
     def label(self) -> str:
         return f"{self.form.capitalize()} {self.num_rows} x {self.num_columns}"
 
-    def check(self, *, image_size: int) -> None:
-        """Any image size is valid."""
 
-
-class TimmSpec(Settings):
+class TimmSpec(Spec):
     """Baselines of *Scaling MLPs* from timm: convolutional networks and a transformer."""
 
     kind: Literal["timm"]
@@ -340,7 +337,7 @@ class TimmSpec(Settings):
             )
 
 
-class TimmModelSpec(Settings):
+class TimmModelSpec(Spec):
     """Any model of timm. `pretrained: timm:NAME` writes this spec."""
 
     kind: Literal["timm_model"]
@@ -368,14 +365,11 @@ class TimmModelSpec(Settings):
     def label(self) -> str:
         return self.name
 
-    def check(self, *, image_size: int) -> None:
-        """Leave the check of the size to timm."""
-
 
 OWN_CLASS = r"^\w[\w.]*:\w+$"
 
 
-class ImportSpec(Settings):
+class ImportSpec(Spec):
     """A torch module of your own, selected by `model: {import: module:Class}`."""
 
     kind: Literal["import"]
@@ -387,9 +381,6 @@ class ImportSpec(Settings):
     @property
     def label(self) -> str:
         return self.path.partition(":")[2]
-
-    def check(self, *, image_size: int) -> None:
-        """Leave the check of the size to the class."""
 
 
 def check_patch_size(patch_size: int, *, image_size: int) -> None:

@@ -19,7 +19,6 @@ from pretrain.models.image_model import ImageModel
 from pretrain.models.presets import PRESETS
 from pretrain.models.spec import AnySpec, ModelSpec
 
-FIRST_LAYERS = {"resnet152_64": "body.conv1", "vit_b_4": "body.patch_embed.proj"}
 COMMON_CFG = {
     "fixed_input_size": True,
     "interpolation": "bilinear",
@@ -30,14 +29,11 @@ COMMON_CFG = {
 }
 default_cfgs = generate_default_cfgs(
     {
-        name: (
-            COMMON_CFG
-            | {
-                "num_classes": preset.num_classes,
-                "input_size": (3, preset.image_size, preset.image_size),
-            }
-            | {"first_conv": FIRST_LAYERS.get(name, "stem")}
-        )
+        name: COMMON_CFG
+        | {
+            "num_classes": preset.num_classes,
+            "input_size": (3, preset.image_size, preset.image_size),
+        }
         for name, preset in PRESETS.items()
     }
 )

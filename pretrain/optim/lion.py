@@ -9,9 +9,9 @@ without this loop at ZeRO 1. At ZeRO 0 the ratio is 0.73-0.82.
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any
 
-import numba
 import numpy as np
 import torch
 from numba.extending import intrinsic
@@ -19,15 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-Function = TypeVar("Function", bound=Callable[..., object])
+from pretrain.compiled import Compiled
+
 Floats = NDArray[np.float32]
 
 SMALLEST_PART = 1 << 18
 """Smallest number of weights per thread."""
-_OPTIONS = {
-    "nogil": True,
-    "error_model": "numpy",
-}  # results of fast math would depend on the compiler
 
 
 class Lion(Optimizer):
@@ -175,20 +172,14 @@ def in_one_pass(
             done.result()
 
 
-def _kept(function: Function) -> Function:
-    try:
-        return cast(Function, numba.njit(cache=True, **_OPTIONS)(function))
-    except RuntimeError:  # without a cache directory, every process compiles
-        return cast(Function, numba.njit(**_OPTIONS)(function))
-
-
 @intrinsic  # type: ignore[untyped-decorator]
 def _fma(context: Any, a: Any, b: Any, c: Any) -> Any:  # noqa: ARG001 (numba's signature)
     """Return a * b + c, rounded once, like torch's `add` with `alpha`."""
     return a(a, b, c), lambda _context, builder, _signature, values: builder.fma(*values)
 
 
-@_kept
+# results of fast math would depend on the compiler
+@partial(Compiled, options={"nogil": True, "error_model": "numpy"})
 def _update(
     numbers: Floats,
     weights: Floats,

@@ -51,10 +51,8 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 def mixed(shapes: Path, other_shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run trained on both datasets."""
     place = tmp_path_factory.mktemp("mixed")
-    config, also = (
-        write_config(place, dataset=other_shapes),
-        f"data.extra_datasets=[{{dataset: {shapes}}}]",
-    )
+    config = write_config(place, dataset=other_shapes)
+    also = f"data.extra_datasets=[{{dataset: {shapes}}}]"
     finish(
         start(
             config,
@@ -86,10 +84,8 @@ def test_scores_and_rows_are_those_of_a_plain_computation_and_of_training(
         sk.balanced_accuracy_score(labels, chances.argmax(1))
     )
 
-    reader, augmentation = (
-        open_split(shapes, load_manifest(shapes), "val"),
-        views_of(AugmentSettings(), seed=0),
-    )
+    reader = open_split(shapes, load_manifest(shapes), "val")
+    augmentation = views_of(AugmentSettings(), seed=0)
     with torch.no_grad():
         trained = evaluate(
             model_of(folder),
@@ -148,9 +144,9 @@ def views_of(settings: AugmentSettings, *, seed: int) -> Augmentation:
 def mean_over_views(folder: Path, dataset: Path, *, views: int, seed: int) -> list[Tensor]:
     """Return the mean softmax of the plain image and of 0 to `views` views, computed for single
     images; (N, K) after each."""
-    model, augmentation = (
-        model_of(folder),
-        views_of(AugmentSettings(crop_scale=(0.4, 1.0), crop_ratio=(1.0, 1.0)), seed=seed),
+    model = model_of(folder)
+    augmentation = views_of(
+        AugmentSettings(crop_scale=(0.4, 1.0), crop_ratio=(1.0, 1.0)), seed=seed
     )
     reader = open_split(dataset, load_manifest(dataset), "val")
     sums, means = torch.zeros(reader.num_samples, 8, dtype=torch.float64), []

@@ -260,10 +260,8 @@ def test_a_view_is_what_training_shows_in_that_epoch(
     )
     maker = maker_of(settings)
     tables = maker.tables("train", [0, 1])
-    reader, ids = (
-        open_split(other_shapes, load_manifest(other_shapes), "train"),
-        np.array([7, 20, 59]),
-    )
+    reader = open_split(other_shapes, load_manifest(other_shapes), "train")
+    ids = np.array([7, 20, 59])
     augmentation: Augmentation = maker.backbone.augmentation(CROPS, seed=3, device=CPU)
     for view, table in enumerate(tables):
         labels = torch.from_numpy(reader.labels[ids])
@@ -288,13 +286,9 @@ def test_a_view_is_what_training_shows_in_that_epoch(
 def test_half_precision_and_pixels(other_shapes: Path, tmp_path: Path) -> None:
     settings = feature_settings(other_shapes, tmp_path, None, feature_dtype="float16")
     table = maker_of(settings).tables("val", [None])[0]
-    half, full = (
-        whole(table),
-        whole(
-            maker_of(settings.model_copy(update={"feature_dtype": "float32"})).tables(
-                "val", [None]
-            )[0]
-        ),
+    half = whole(table)
+    full = whole(
+        maker_of(settings.model_copy(update={"feature_dtype": "float32"})).tables("val", [None])[0]
     )
     assert half.dtype == torch.float16 and half.shape == (35, 3 * 16 * 16)
     torch.testing.assert_close(half.float(), full, rtol=1e-3, atol=1e-3)

@@ -46,10 +46,8 @@ class Theirs(nn.Module):
     ):
         super().__init__()
         self.act: Callable[[Tensor], Tensor] = gelu
-        self.linear_in, self.linear_out = (
-            nn.Linear(3 * side**2, WIDTH),
-            nn.Linear(WIDTH, num_classes),
-        )
+        self.linear_in = nn.Linear(3 * side**2, WIDTH)
+        self.linear_out = nn.Linear(WIDTH, num_classes)
         if is_bottleneck:
             self.blocks = nn.ModuleList(nn.Module() for _ in range(depth))
             for block in self.blocks:

@@ -252,10 +252,8 @@ def test_a_model_of_timm_answers_as_there(
     hub: Hub, name: str, shapes: Path, tmp_path: Path
 ) -> None:
     classes = load_manifest(shapes).classes
-    theirs, x = (
-        timms(hub, name, classes),
-        torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1)),
-    )
+    theirs = timms(hub, name, classes)
+    x = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     checkpoint = Checkpoint.open(f"timm:{name}")
     card = checkpoint.card
     assert (card.classes, card.image_size, card.fed_interpolation) == (classes, 32, "bicubic")

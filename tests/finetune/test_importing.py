@@ -43,11 +43,9 @@ def public_weights() -> dict[str, Tensor]:
 def test_an_imported_folder_is_evaluated_probed_and_drawn(
     shapes: Path, other_shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights, file, out = (
-        public_weights(),
-        tmp_path / "B-1_Wi-12_res_16_imagenet21_epochs_1_weights",
-        tmp_path / "folder",
-    )
+    weights = public_weights()
+    file = tmp_path / "B-1_Wi-12_res_16_imagenet21_epochs_1_weights"
+    out = tmp_path / "folder"
     torch.save({"state_dict": weights}, file)
     words = [
         "import",

@@ -130,10 +130,8 @@ def test_pictures_get_the_answers_of_the_shards_built_from_them(
 
 
 def odd_pictures() -> dict[str, bytes]:
-    image, alpha = (
-        picture(seed=1, width=40, height=30),
-        picture(seed=2, width=40, height=30).convert("L"),
-    )
+    image = picture(seed=1, width=40, height=30)
+    alpha = picture(seed=2, width=40, height=30).convert("L")
     modes = {mode: image.convert(mode) for mode in ("RGBA", "LA", "P", "CMYK", "RGB")}
     for mode in ("RGBA", "LA"):
         modes[mode].putalpha(alpha)
@@ -174,10 +172,8 @@ def test_a_pil_picture_a_file_and_a_shard_are_one_tensor(
     weights = write_folder(
         tmp_path / "weights", shapes, **BUILT | {"stored_interpolation": interpolation}
     )
-    predictor, paths = (
-        room.Predictor.open(weights),
-        [source / "all" / name for name in sorted(files)],
-    )
+    predictor = room.Predictor.open(weights)
+    paths = [source / "all" / name for name in sorted(files)]
     reader = room.PictureReader([*in_folder(source)], predictor.squares)
     read = torch.zeros(len(paths), 16, 16, 3, dtype=torch.uint8)
     assert not reader.read(reader.locate(np.arange(len(paths))), read)

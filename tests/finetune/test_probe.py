@@ -94,10 +94,8 @@ def test_the_default_probe_is_as_good_as_scikit_learns_logistic_regression() -> 
         source = Cached({"train": [train], "plain": [train], "test": [test]}, device=CPU)
         default = validate(ProbeSettings, {"run_dir": "r", "data": {"dataset": "d"}, "seed": seed})
         outcome = choose_and_test(source, settings=default, num_classes=12, world=ALONE)
-        model, grid = (
-            make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000)),
-            np.logspace(-4, 2, 7),
-        )
+        model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000))
+        grid = np.logspace(-4, 2, 7)
         peer = GridSearchCV(model, {"logisticregression__C": grid}, cv=4, scoring="neg_log_loss")
         peer.fit(train.values_ND.numpy(), train.labels_N.numpy())
         assert outcome is not None

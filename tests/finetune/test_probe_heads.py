@@ -163,10 +163,8 @@ def test_the_schedule_is_fitted_to_each_candidate(
 def test_rates_take_no_more_memory_than_the_table() -> None:
     """250 steps of four candidates with 50 classes: learning rates for each column would take 200
     kB."""
-    rows, settings = (
-        rows_of(blobs(500, seed=1)),
-        probe_settings(lrs=(0.1, 0.2, 0.3, 0.4), epochs=(1,), batch_size=2),
-    )
+    rows = rows_of(blobs(500, seed=1))
+    settings = probe_settings(lrs=(0.1, 0.2, 0.3, 0.4), epochs=(1,), batch_size=2)
     with Largest() as largest:
         train_heads(rows, candidates_of(settings)[:4], settings=settings, num_classes=50)
     assert 5_000 < largest.num_bytes < 100_000
@@ -201,10 +199,8 @@ def test_an_update_is_the_plain_optimizer_step_for_step(name: str, peer: Any) ->
         gradient[2] = 0
         gradient[FEATURES + 1 :] = 0
         for column, (weight, bias) in enumerate(pieces):
-            weight.grad, bias.grad = (
-                gradient[:FEATURES, column].clone(),
-                gradient[FEATURES, column].clone(),
-            )
+            weight.grad = gradient[:FEATURES, column].clone()
+            bias.grad = gradient[FEATURES, column].clone()
             peers[column].step()
         update.step(gradient, lr_C=torch.tensor(lrs), decay_C=torch.tensor(decays))
         for column, (weight, bias) in enumerate(pieces):
@@ -237,10 +233,8 @@ def test_lbfgs_is_scikit_learns_logistic_regression() -> None:
 def test_lbfgs_says_why_it_ended_and_how_many_passes_it_took(
     capsys: Capture, monkeypatch: Patch
 ) -> None:
-    rows, settings = (
-        rows_of(blobs(300, seed=1, spread=0.6)),
-        probe_settings(optimizer="lbfgs", tolerance=1e-6, lrs=(1.0,)),
-    )
+    rows = rows_of(blobs(300, seed=1, spread=0.6))
+    settings = probe_settings(optimizer="lbfgs", tolerance=1e-6, lrs=(1.0,))
 
     def told(epochs: int) -> tuple[int, str]:
         (head,) = heads_of(
@@ -282,10 +276,8 @@ def test_a_head_is_judged_as_by_hand() -> None:
 
 
 def test_a_folded_head_says_of_plain_features_what_it_said_of_standardized_ones() -> None:
-    table, head = (
-        blobs(40, seed=2),
-        torch.randn(8, CLASSES, generator=torch.Generator().manual_seed(1)),
-    )
+    table = blobs(40, seed=2)
+    head = torch.randn(8, CLASSES, generator=torch.Generator().manual_seed(1))
     weight_KD, bias_K = folded(head, standard_of(table))
     expected = standardized(table) @ head[:FEATURES] + head[FEATURES]
     torch.testing.assert_close(

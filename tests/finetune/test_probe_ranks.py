@@ -70,10 +70,8 @@ def patient_case(world: World) -> float:
         return plain(*words, **also)
 
     probe.heads_of = slow  # type: ignore[assignment]
-    rows, settings = (
-        rows_of(blobs(40, seed=1)),
-        probe_settings(lrs=(0.1,), weight_decays=(0.0,), epochs=(2,)),
-    )
+    rows = rows_of(blobs(40, seed=1))
+    settings = probe_settings(lrs=(0.1,), weight_decays=(0.0,), epochs=(2,))
     judged, _ = judged_candidates(rows, rows, settings=settings, num_classes=CLASSES, world=world)
     return judged[0].score.top1
 

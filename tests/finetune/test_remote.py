@@ -99,10 +99,8 @@ def test_tuning_over_http_is_that_of_the_disk_and_its_preview_reads_there_too(
     with web(shapes) as (address, _):
         dataset = elsewhere(shapes, tmp_path / "far", address)
         words = [f"data.cache_dir={cache}", "train.global_batch_size=16", "tracking.enabled=false"]
-        config, places = (
-            write_tuning(tmp_path, folder, dataset),
-            {tmp_path / "run": dataset, tmp_path / "local": shapes},
-        )
+        config = write_tuning(tmp_path, folder, dataset)
+        places = {tmp_path / "run": dataset, tmp_path / "local": shapes}
         for run in [
             start_tuning(config, place, *words, f"data.dataset={data}")
             for place, data in places.items()

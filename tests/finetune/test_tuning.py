@@ -114,10 +114,8 @@ def test_tuning_starts_from_the_checkpoint_and_scratch_does_not(
     pretrained: Path, other_shapes: Path, tmp_path: Path
 ) -> None:
     """One step at a tiny learning rate does not change the body."""
-    config, body = (
-        write_tuning(tmp_path, pretrained, other_shapes),
-        load_weights(Checkpoint.open(pretrained))["stem.weight"],
-    )
+    config = write_tuning(tmp_path, pretrained, other_shapes)
+    body = load_weights(Checkpoint.open(pretrained))["stem.weight"]
     words = [UNTRACKED, "optimizer.lr=1e-12", "train.duration=1 steps", "train.seed=9"]
     for init in ("pretrained", "scratch"):
         finish(start_tuning(config, tmp_path / init, f"init={init}", *words))
@@ -142,16 +140,12 @@ def test_a_dataset_of_another_size_is_fed_at_the_checkpoints_and_as_asked_with_i
             *encoding,
         ]
         assert data_prep(["build", "--source", "folder", *words]) == 0
-        config, run_dir = (
-            write_tuning(tmp_path, pretrained, tmp_path / name),
-            tmp_path / f"{name}-run",
-        )
+        config = write_tuning(tmp_path, pretrained, tmp_path / name)
+        run_dir = tmp_path / f"{name}-run"
         finish(start_tuning(config, run_dir, UNTRACKED, "train.duration=2 steps", *recipe))
-        card, begun, target = (
-            Checkpoint.open(run_dir).card,
-            Checkpoint.open(pretrained).card,
-            load_manifest(tmp_path / name),
-        )
+        card = Checkpoint.open(run_dir).card
+        begun = Checkpoint.open(pretrained).card
+        target = load_manifest(tmp_path / name)
         stats, head = (card.channel_mean, card.channel_std), final_state(run_dir)["head.weight"]
         assert stats == (
             (target.channel_mean, target.channel_std)
@@ -266,10 +260,8 @@ def test_folds_are_trained_on_alone(
         data = load_training_data(DataSettings(dataset=str(dataset), fold=fold))
         members = np.flatnonzero(bits[:, fold])
         assert data.num_samples == len(members) > 9
-        profile, labels = (
-            summary(data.parts[0]),
-            open_split(dataset, data.parts[0].manifest, "train").labels[members],
-        )
+        profile = summary(data.parts[0])
+        labels = open_split(dataset, data.parts[0].manifest, "train").labels[members]
         counts = [(labels == label).sum() for label in set(labels.tolist())]
         assert profile["num_samples"] == len(members)
         assert (profile["fewest_per_class"], profile["most_per_class"]) == (

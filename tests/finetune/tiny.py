@@ -18,7 +18,7 @@ from finetune.export.config import ExportSettings
 from finetune.export.export import export
 from finetune.probe.config import FeatureSettings, ProbeSettings
 from finetune.probe.features import FeatureMaker, Table
-from finetune.probe.rows import Rows, Standard
+from finetune.probe.rows import Standard, TableRows
 from finetune.session import open_backbone
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
@@ -60,10 +60,8 @@ def write_folder(
     """Write random weights for the classes of `dataset`, or for three classes. `facts`: fields of
     the card."""
     classes = load_manifest(dataset).classes if dataset else ("ant", "bee", "cat")
-    model, noise = (
-        build_model(spec, num_classes=len(classes), image_size=16, seed=1),
-        torch.Generator().manual_seed(0),
-    )
+    model = build_model(spec, num_classes=len(classes), image_size=16, seed=1)
+    noise = torch.Generator().manual_seed(0)
     weights = model.state_dict()
     for tensor in weights.values():  # also at zeros of a mask, where weights must have no effect
         if tensor.is_floating_point():
@@ -87,10 +85,8 @@ def model_of(folder: Path) -> ImageModel:
 
 def normalized(checkpoint: Path, dataset: Path) -> tuple[Tensor, np.ndarray]:
     """Return (images, labels) of the validation split, normalized by hand."""
-    card, reader = (
-        Checkpoint.open(checkpoint).card,
-        open_split(dataset, load_manifest(dataset), "val"),
-    )
+    card = Checkpoint.open(checkpoint).card
+    reader = open_split(dataset, load_manifest(dataset), "val")
     images = reader.images(np.arange(reader.num_samples)).permute(0, 3, 1, 2).float() / 255
     mean, std = (
         torch.tensor(values).view(1, 3, 1, 1) for values in (card.channel_mean, card.channel_std)
@@ -209,8 +205,8 @@ def standard_of(table: Table) -> Standard:
     return Standard.of(table.chunks(7), num_features=table.num_features)
 
 
-def rows_of(*tables: Table) -> Rows:
-    return Rows(list(tables), standard=standard_of(tables[0]), device=CPU)
+def rows_of(*tables: Table) -> TableRows:
+    return TableRows(list(tables), standard=standard_of(tables[0]), device=CPU)
 
 
 def whole(table: Table) -> Tensor:

@@ -57,10 +57,9 @@ class Connections:
 
     @property
     def rows(self) -> Tensor:
-        """Return the row (output) of every connection (int64), by operations that ONNX supports."""
-        starts = self.row_starts[1:-1].long()
-        steps = torch.zeros(self.columns.shape[0] + 1, dtype=torch.int64, device=starts.device)
-        return steps.scatter_add(0, starts, torch.ones_like(starts)).cumsum(0)[:-1]
+        """Return the row (output) of every connection (int64)."""
+        counts = self.row_starts.diff()
+        return torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
 
     def dense(self, values: Tensor) -> Tensor:
         """Return the (M, N) matrix with zeros for absent connections."""
@@ -335,8 +334,6 @@ class SparseLinear(nn.Module):
         return self.connections.dense(self.values)
 
     def forward(self, x_BN: Tensor) -> Tensor:
-        if torch.onnx.is_in_onnx_export():  # ONNX has no sparse product
-            return linear(x_BN, self.dense_weight(), self.bias)
         transposed = [self.column_starts, self.rows, self.order]
         y_MB = sparse_product(
             self.values, self.row_starts, self.columns, transposed, x_BN.T.contiguous()

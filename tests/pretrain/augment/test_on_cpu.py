@@ -21,7 +21,10 @@ from torchvision.transforms.v2 import functional as reference
 from pretrain.augment import on_cpu
 from pretrain.augment.crops import Boxes, resample, whole_boxes
 from pretrain.augment.on_cpu import crop, crop_mix_normalize
+from pretrain.compiled import Compiled
+from pretrain.optim import lion
 from tests.pretrain.augment.pictures import pictures
+from tests.ranks import REPOSITORY
 
 MEAN, SCALE = (120.0, 110.0, 100.0), (0.02, 0.017, 0.025)
 
@@ -160,7 +163,7 @@ def test_threads_give_the_same_and_nothing_is_compiled_again() -> None:
     frozen.flags.writeable = False
     crop(images, Boxes(frozen, boxes.left, boxes.height, boxes.width, boxes.flip), size=24)
     crop(images[:1, :1, :1], whole_boxes(1, 1), size=1)
-    assert len(on_cpu._augment.signatures) == 1  # type: ignore[attr-defined]
+    assert len(on_cpu._augment.dispatcher.signatures) == 1
 
 
 def test_out_takes_the_result() -> None:
@@ -236,7 +239,7 @@ def crop_elsewhere(folder: Path, **settings: str) -> None:
     home.touch()
     environment = {
         **os.environ,
-        "PYTHONPATH": str(folder),
+        "PYTHONPATH": f"{folder}:{REPOSITORY}",
         "HOME": str(home),
         "XDG_CACHE_HOME": str(home / "cache"),
     }
@@ -261,7 +264,7 @@ def test_it_works_where_no_cache_can_be_written(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_a_cache_file_cut_short_is_made_anew(tmp_path: Path) -> None:
-    line = on_cpu._augment.py_func.__code__.co_firstlineno  # type: ignore[attr-defined]
+    line = on_cpu._augment.dispatcher.py_func.__code__.co_firstlineno
     index = (
         tmp_path
         / "__pycache__"
@@ -273,15 +276,18 @@ def test_a_cache_file_cut_short_is_made_anew(tmp_path: Path) -> None:
     assert index.stat().st_size > 0
 
 
-def test_a_full_disk_under_its_cache_costs_the_cache_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    images, boxes, real, is_disabled = pictures(2, 8), whole_boxes(2, 8), on_cpu._augment, []
+@pytest.mark.parametrize("loops", [on_cpu._augment, lion._update], ids=["augment", "lion"])
+def test_a_full_disk_under_its_cache_costs_the_cache_alone(
+    loops: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_disabled, called = list[bool](), list[Any]()
 
     def full(*arguments: Any) -> None:
         if not is_disabled:
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(*arguments)
+        called.append(arguments)
 
-    expected = crop(images, boxes, size=8)
     full._cache = SimpleNamespace(flush=full, disable=lambda: is_disabled.append(True))  # type: ignore[attr-defined]
-    monkeypatch.setattr(on_cpu, "_augment", full)
-    assert torch.equal(crop(images, boxes, size=8), expected)
+    monkeypatch.setattr(loops, "dispatcher", full)
+    loops(1, 2)
+    assert called == [(1, 2)]

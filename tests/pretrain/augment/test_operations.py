@@ -161,10 +161,8 @@ def test_the_policy_for_cifar_is_torchvisions(monkeypatch: pytest.MonkeyPatch, s
     draws, layers = draws_of(len(stored)), np.arange(2)
     plan = draw_plan(parse_policy("cifar10"), draws)
     chains = draws.integer(Purpose.POLICY_STEP, 25)
-    chances, negative = (
-        draws.uniform(Purpose.POLICY_APPLIED, layers),
-        draws.uniform(Purpose.POLICY_SIGN, layers) < 0.5,
-    )
+    chances = draws.uniform(Purpose.POLICY_APPLIED, layers)
+    negative = draws.uniform(Purpose.POLICY_SIGN, layers) < 0.5
     assert set(chains.tolist()) == set(range(25))
     found, theirs = ours(stored, plan), AutoAugment(AutoAugmentPolicy.CIFAR10, fill=list(FILL))
     exact = 0

@@ -230,19 +230,15 @@ def test_a_linear_s_mixer_block_is_a_monarch_product() -> None:
     across, along = block.token_mixing.linear, block.channel_mixing.linear
     for layer in (across, along):
         nn.init.zeros_(layer.bias)
-    left, right = (
-        torch.block_diag(*[across.weight] * CHANNELS),
-        torch.block_diag(*[along.weight] * PATCHES),
-    )
+    left = torch.block_diag(*[across.weight] * CHANNELS)
+    right = torch.block_diag(*[along.weight] * PATCHES)
     size = PATCHES * CHANNELS
     jc = torch.zeros(size, size, dtype=torch.float64)
     for token in range(PATCHES):
         for channel in range(CHANNELS):
             jc[channel * PATCHES + token, token * CHANNELS + channel] = 1
-    x, one = (
-        torch.randn(2, PATCHES, CHANNELS, dtype=torch.float64),
-        torch.eye(size, dtype=torch.float64),
-    )
+    x = torch.randn(2, PATCHES, CHANNELS, dtype=torch.float64)
+    one = torch.eye(size, dtype=torch.float64)
     torch.testing.assert_close(
         block(x).flatten(1), x.flatten(1) @ ((one + right) @ (one + jc.T @ left @ jc)).T
     )

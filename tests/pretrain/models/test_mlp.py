@@ -166,10 +166,8 @@ def test_batch_norm_gathers_running_statistics_in_training_alone() -> None:
     model.eval()(x)
     assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
     model.train()(x)
-    z, name = (
-        x.reshape(6, -1) @ model.get_parameter("stem.weight").T + model.get_parameter("stem.bias"),
-        "blocks.0.norm",
-    )
+    z = x.reshape(6, -1) @ model.get_parameter("stem.weight").T + model.get_parameter("stem.bias")
+    name = "blocks.0.norm"
     mean, variance = (before[f"{name}.running_{kind}"] for kind in ("mean", "var"))
     torch.testing.assert_close(
         model.get_buffer(f"{name}.running_mean"), 0.9 * mean + 0.1 * z.mean(0)

@@ -121,10 +121,8 @@ def test_the_model_is_the_papers_formula(storage: str, fields: dict[str, object]
 @pytest.mark.parametrize("expansion", [None, 2.0])
 def test_both_storages_are_one_model(expansion: float | None) -> None:
     """One seed gives equal weights, outputs and gradients, all nonzero."""
-    masked, sparse = (
-        tiny(storage="masked", expansion=expansion),
-        tiny(storage="sparse", expansion=expansion),
-    )
+    masked = tiny(storage="masked", expansion=expansion)
+    sparse = tiny(storage="sparse", expansion=expansion)
     torch.testing.assert_close(masked(images()), sparse(images()))
     for model in (masked, sparse):
         model(images()).square().sum().backward()
@@ -144,10 +142,8 @@ def test_both_storages_are_one_model(expansion: float | None) -> None:
 
 def test_the_gradients_of_the_sparse_product() -> None:
     layer = SparseLinear(7, num_outputs=5, density=0.4, variance=1.0).double()
-    values, x = (
-        layer.values.detach().requires_grad_(),
-        torch.randn(3, 7, dtype=torch.float64, requires_grad=True),
-    )
+    values = layer.values.detach().requires_grad_()
+    x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
     names = {"bias": layer.bias.detach()}
     run = lambda values, x: torch.func.functional_call(layer, {**names, "values": values}, (x,))  # noqa: E731
     assert torch.autograd.gradcheck(run, (values, x))
