@@ -108,13 +108,15 @@ def _checked_data(settings: TuneSettings, card: ModelCard, *, num_ranks: int) ->
     training = settings.as_training(card)
     data = load_training_data(training.data)
     if (judged := data.eval_part()) is not None:
-        check_apart(
-            judged.directory,
-            judged.manifest,
-            train=data.parts[0].split,
-            test=judged.split,
-            test_field="data.eval_split",
-        )
+        for part in data.parts:
+            if part.directory == judged.directory:
+                check_apart(
+                    judged.directory,
+                    judged.manifest,
+                    train=part.split,
+                    test=judged.split,
+                    test_field="data.eval_split",
+                )
     check_against_data(data, training)
     check_settings(Path(settings.run_dir), settings)
     check_length(data, training)

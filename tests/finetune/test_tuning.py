@@ -291,12 +291,14 @@ def test_folds_and_seeds_that_will_not_do(
     tmp_path: Path,
     capsys: Capture,
 ) -> None:
+    again = f"[{{dataset: {other_shapes}, split: val}}]"
     for dataset, words, *error in (
         (other_shapes, ["folds=true"], "folds", "conflict"),
         (folded[0], ["data.fold=3"], "data.fold", "unknown-name"),
         (folded[0], ["data.fold=1", "folds=true"], "folds", "conflict"),
         (other_shapes, ["seeds=[1,1]"], "seeds", "bad-value"),
         (other_shapes, ["data.eval_split=train"], "data.eval_split", "conflict"),
+        (other_shapes, [f"data.extra_datasets={again}"], "data.eval_split", "conflict"),
     ):
         config = write_tuning(tmp_path, pretrained, dataset)
         assert (
