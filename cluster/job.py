@@ -533,7 +533,7 @@ class Job:
             Path("jobs", number, "writes").write_text("".join(mine))
         self.log(f"this queue does not requeue jobs; job {successor} continues this job")
         try:
-            wait_for_successor(at.array, at.task, successor)
+            wait_for_successor(at.array, label, successor)
         except SlurmError as error:
             raise End(
                 f"jobs after {label} cannot wait for {successor} ({error}); submit them again"
