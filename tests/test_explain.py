@@ -39,7 +39,8 @@ from finetune.probe.config import ProbeSettings
 from pretrain.config import PretrainSettings
 from tests.conftest import Capture
 from tests.errors import fails
-from tests.settings_page import PARSERS, REPOSITORY, _examples, command_pages
+from tests.ranks import REPOSITORY
+from tests.settings_page import PARSERS, _examples, command_pages
 
 VERBS = {(name, word): verb for name in PARSERS for word, verb in PARSERS[name]().commands.items()}
 CONFIGURED = {schema_of(verb): verb for verb in VERBS.values() if schema_of(verb) is not None}

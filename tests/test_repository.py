@@ -254,6 +254,14 @@ def test_an_address_that_a_page_loads_is_found_and_a_link_is_not(tmp_path: Path)
     assert remote_loads(style) == ["https://e.example/x.woff"]
 
 
+@pytest.mark.processes
+def test_pages_are_written_without_the_packages_of_the_tests() -> None:
+    """`make settings` runs in an environment of `sh install.sh`, without pytest and execnet."""
+    program = "import sys; sys.modules |= dict.fromkeys(('execnet', 'pytest'));"
+    program += "import tests.papers_page, tests.reference_pages"
+    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True)
+
+
 def test_paths_in_code_blocks_of_the_site_exist() -> None:
     path = re.compile(r"(?<![\w/.-])(?:configs|cluster|docs|benchmarks|tests)/[\w./-]*\w")
     missing = {
