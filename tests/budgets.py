@@ -23,9 +23,9 @@ CEILINGS = {
     "pretrain": 637_829,
     "finetune": 230_973,
     "analysis": 226_200,
-    "cluster": 131_462,
+    "cluster": 131_247,
     "benchmarks": 175_400,
-    "tests": 1_472_300,
+    "tests": 1_469_832,
 }
 
 
