@@ -5,49 +5,23 @@ therefore press Ctrl-C and repeat `make demo`.
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
-from itertools import takewhile
 from pathlib import Path
+
+from cluster.plan import num_gpus
 
 RUNS = Path("runs/demo")
 SCRATCH_LR = {"mlp": "8e-4", "mixer": "5e-3"}
 """Learning rate for training each model from scratch: the best of the two or three we tried."""
 
 
-def local_ranks() -> str:
-    """Return the number of local processes: two, or one if only one GPU is visible, because NCCL
-    needs a GPU for each process. CUDA ignores all names in CUDA_VISIBLE_DEVICES from the first
-    invalid name on."""
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, check=False
-        ).stdout.count("GPU ")
-    except OSError:
-        listed = 0
-    names = [
-        name.strip()
-        for name in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(listed)))).split(
-            ","
-        )
-    ]
-    seen = list(
-        takewhile(
-            lambda name: (
-                name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < listed)
-            ),
-            names,
-        )
-    )
-    return "1" if len(seen) == 1 else "2"
-
-
 def stages() -> list[tuple[str, list[str], Path]]:
     """Return (title, command, file that marks it as finished) of each stage."""
     found: list[tuple[str, list[str], Path]] = []
-    ranks = ("--ranks", local_ranks())
+    # two processes, or one if only one GPU is visible: NCCL needs a GPU for each process
+    ranks = ("--ranks", "1" if num_gpus() == 1 else "2")
     for role in ("pretrain", "transfer"):
         command = ["data_prep", "build", f"configs/data_prep/demo_{role}.yaml"]
         found.append(

@@ -27,8 +27,7 @@ def append_attempt(path: Path, line: Mapping[str, object]) -> None:
 
 
 def read_attempts(path: Path) -> list[dict[str, Any]]:
-    """Return a dict for each attempt, in order: `began` (mark at the start), `restart`, `how` and
-    `seconds`."""
+    """Return a dict for each attempt, in order: `began` (mark at the start), `restart`, `how`."""
     attempts: list[dict[str, Any]] = []
     try:
         lines = path.read_text().splitlines()
@@ -40,7 +39,7 @@ def read_attempts(path: Path) -> list[dict[str, Any]]:
             if each["event"] == "begin":
                 attempts.append({"began": each["mark"], "restart": each["restart"], "how": "lost"})
             elif attempts and attempts[-1]["restart"] == each["restart"]:
-                attempts[-1].update(how=each["how"], seconds=each["seconds"])
+                attempts[-1]["how"] = each["how"]
     return attempts
 
 

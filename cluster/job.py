@@ -409,12 +409,12 @@ class Job:
         files."""
         if not self.answer:
             return UNKNOWN
-        if self.answer["work"]:  # a build: count its files
-            walk = os.walk(self.answer["work"])  # other tasks rename files at the same time
+        total, place = 0, Path(self.answer["writes"])
+        if self.answer["is_build"]:
+            walk = os.walk(place)  # other tasks rename files at the same time
             return str(sum(len(folders) + len(files) for _, folders, files in walk))
-        total, run_dir = 0, Path(self.answer["writes"])
         names = [f"{above}{file}" for above in ("", "*/", "*/*/") for file in PROGRESS]
-        for path in sorted(path for name in names for path in run_dir.glob(name)):
+        for path in sorted(path for name in names for path in place.glob(name)):
             with suppress(OSError):
                 total = zlib.crc32(str(path).encode() + path.read_bytes(), total)
         return str(total)
@@ -533,7 +533,7 @@ class Job:
             Path("jobs", number, "writes").write_text("".join(mine))
         self.log(f"this queue does not requeue jobs; job {successor} continues this job")
         try:
-            wait_for_successor(at.array, at.task, successor)
+            wait_for_successor(at.array, label, successor)
         except SlurmError as error:
             raise End(
                 f"jobs after {label} cannot wait for {successor} ({error}); submit them again"

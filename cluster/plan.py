@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 
@@ -67,14 +69,21 @@ class Here:
 
 
 def num_gpus() -> int:
-    """Return the number of GPUs that this process can use, without importing torch."""
-    words, visible = ["nvidia-smi", "-L"], os.environ.get("CUDA_VISIBLE_DEVICES")
-    try:
+    """Return the number of GPUs that this process can use, without importing torch. CUDA ignores
+    all names in CUDA_VISIBLE_DEVICES from the first invalid name on."""
+    words, num_listed = ["nvidia-smi", "-L"], 0
+    with suppress(OSError):
         found = subprocess.run(words, capture_output=True, text=True, check=False)
-    except OSError:
-        return 0
-    listed = found.stdout.count("GPU ")
-    return listed if visible is None else min(listed, len([*filter(str.strip, visible.split(","))]))
+        num_listed = found.stdout.count("GPU ")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return num_listed
+
+    def is_valid(name: str) -> bool:
+        is_listed = name.isdecimal() and int(name) < num_listed
+        return is_listed or name.startswith(("GPU-", "MIG-"))
+
+    return len([*takewhile(is_valid, map(str.strip, visible.split(",")))])
 
 
 def run(options: argparse.Namespace) -> int:

@@ -397,9 +397,9 @@ def _unavailable(work: Work, plan: Plan) -> UserError | None:
                 continue
             if not words or parse_length(words).unit == "steps":
                 continue
-            kept = (*maker.settings.checkpoint.milestones, maker.settings.train.duration)  # type: ignore[attr-defined]
-            if parse_length(words) not in map(parse_length, kept):
-                problem = f"{run} will keep checkpoints of {', '.join(kept)}, not of {words}"
+            lengths = (*maker.settings.checkpoint.milestones, maker.settings.train.duration)  # type: ignore[attr-defined]
+            if parse_length(words) not in map(parse_length, lengths):
+                problem = f"{run} will keep checkpoints of {', '.join(lengths)}, not of {words}"
                 fix = f"add {words} to checkpoint.milestones of this run"
                 return UserError("pretrained", problem, fix, code="mismatch")
     return None

@@ -24,14 +24,13 @@ import fcntl
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from cluster.plan_file import Plan, Stage, check_figure, compressed, load_checked
+from cluster.plan_file import Stage, check_figure, compressed, load_checked
 from cluster.slurm import (
     SlurmError,
-    Writer,
     entries_of,
     in_columns,
     lines_of,
@@ -140,13 +139,12 @@ class Queue:
         self.failed: set[str] = set()
         """Stages with members that failed in an earlier wave, and stages that depend on these."""
 
-    def waits(self, stage: str) -> list[str]:
+    def waits(self, stage: Stage) -> list[str]:
         """Return the jobs (or array tasks) that write the results of a stage."""
-        works = next((each.works for each in self.plan.stages if each.name == stage), [])
-        found = [each for work in works for each in self.writers.get(work.writes, [])]
-        jobs = self.jobs.get(stage, ())
-        is_build = bool(works) and works[0].kind == "build"
-        return [*dict.fromkeys(map(_label, found)), *(jobs[-1:] if is_build else jobs)]
+        writers = [each for work in stage.works for each in self.writers.get(work.writes, [])]
+        labels = dict.fromkeys(each.label for each in writers)
+        jobs = self.jobs.get(stage.name, ())
+        return [*labels, *(jobs[-1:] if stage.kind == "build" else jobs)]
 
     def fill(self, *, is_dry_run: bool) -> None:
         plan = self.plan
@@ -177,7 +175,7 @@ class Queue:
         for stage in self.plan.stages:
             if jobs := self.jobs.get(stage.name):
                 after = ", ".join(
-                    job for each in self.plan.after(stage) for job in self.waits(each.name)[-1:]
+                    job for each in self.plan.after(stage) for job in self.waits(each)[-1:]
                 )
                 rows.append([stage.name, ", ".join(jobs), after or "-"])
         if drawn := self.jobs.get("figure"):
@@ -214,17 +212,37 @@ class Queue:
             print(f"{stage.name}: not submitted, because {lost[0]} has failed", file=sys.stderr)
         if not left or lost:
             return None
-        jobs = {each.name: self.waits(each.name) for each in self.plan.stages}
-        submission = submission_of(self.plan, stage, jobs, self.options, self.kept)
+        submission = self.submission_of(stage)
         if len(left) < len(stage.members):
             array = f"--array={compressed(member.index for member in left)}"
             submission = submission.with_options(last=[array])
         return submission
 
+    def submission_of(self, stage: Stage) -> Submission:
+        """Return the submission of all members of a stage."""
+        words = [f"--nodes={stage.entry.nodes}"] if stage.entry.nodes else []
+        words += [*stage.entry.sbatch, *self.options]
+        after: dict[str, list[str]] = {}
+        for each in self.plan.after(stage):
+            kind = "afterany" if each.entry.is_grid and stage.entry.is_grid else "afterok"
+            after.setdefault(kind, []).extend(self.waits(each))
+        if stage.entry.max_concurrent:  # the limit holds for all arrays together
+            after.setdefault("afterany", []).extend(self.waits(stage))
+        waits = ",".join(f"{kind}:{':'.join(each)}" for kind, each in after.items() if each)
+        if waits:
+            words += [f"--dependency={waits}", "--kill-on-invalid-dep=yes"]
+        work = stage.members[0].work
+        config = work.config.removeprefix(f"{self.kept}/given").removeprefix(f"{self.kept}/")
+        script, arguments = COMMANDS[stage.kind].script, (config, *work.overrides)
+        if stage.entry.is_grid:
+            script, arguments = "cluster/grid.slurm", (self.plan.path, stage.name)
+        submission = Submission(tuple(words), script, arguments, self.kept)
+        return book_part_of_node(submission, gpus=stage.num_gpus)
+
     def figure(self) -> Submission | None:
         """Return the submission of the figure. Return None if it is queued, a stage has failed, or
         nothing was submitted."""
-        last = [job for stage in self.plan.stages for job in self.waits(stage.name)]
+        last = [job for stage in self.plan.stages for job in self.waits(stage)]
         place = self.plan.drawn
         is_queued = place in self.writers or str(Path(place).resolve()) in self.begun
         if is_queued or self.failed or not (self.jobs or self.kept):
@@ -247,7 +265,7 @@ class Queue:
         """Submit queue.slurm, which submits the rest of the plan. If the queue is too full, first
         cancel the last members of this wave."""
         own = [entry for job in self.submitted for entry in entries_of(job)]
-        others = [_label(each) for writers in self.writers.values() for each in writers]
+        others = [each.label for writers in self.writers.values() for each in writers]
         while waits := [label for label, _ in own] or others:
             first = self.since or min(int(label.partition("_")[0]) for label in [*others, *waits])
             words = (self.plan.path, str(first), *self.options)
@@ -273,35 +291,3 @@ def take_back(label: str, place: str) -> None:
     left = {path: each for each, path in entries_of(job) if path != place}
     tasks = {path: each.partition("_")[2] or "-" for path, each in left.items()}
     Path("jobs", job, "writes").write_text(lines_of(tasks))
-
-
-def _label(writer: Writer) -> str:
-    return f"{writer.job}_{writer.task}" if writer.task else writer.job
-
-
-def submission_of(
-    plan: Plan,
-    stage: Stage,
-    jobs: Mapping[str, Sequence[str]],
-    options: Sequence[str],
-    kept: Path | None = None,
-) -> Submission:
-    """Return the submission of a stage. `jobs`: the jobs of all stages."""
-    words = [f"--nodes={stage.entry.nodes}"] if stage.entry.nodes else []
-    words += [*stage.entry.sbatch, *options]
-    after: dict[str, list[str]] = {}
-    for each in plan.after(stage):
-        kind = "afterany" if each.entry.is_grid and stage.entry.is_grid else "afterok"
-        after.setdefault(kind, []).extend(jobs.get(each.name, ()))
-    if stage.entry.max_concurrent:  # the limit holds for all arrays together
-        after.setdefault("afterany", []).extend(jobs.get(stage.name, ()))
-    waits = ",".join(f"{kind}:{':'.join(each)}" for kind, each in after.items() if each)
-    if waits:
-        words += [f"--dependency={waits}", "--kill-on-invalid-dep=yes"]
-    work = stage.members[0].work
-    config = work.config.removeprefix(f"{kept}/given").removeprefix(f"{kept}/")
-    script, arguments = COMMANDS[stage.kind].script, (config, *work.overrides)
-    if stage.entry.is_grid:
-        script, arguments = "cluster/grid.slurm", (plan.path, stage.name)
-    submission = Submission(tuple(words), script, arguments, kept)
-    return book_part_of_node(submission, gpus=stage.num_gpus)

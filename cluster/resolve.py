@@ -8,7 +8,7 @@ The output is JSON with these fields:
 - `words`: arguments of python -m.
 - `writes`: output path; `reads`: input paths; `result`: last file that the command writes.
 - `can_stage`: true if data.stage_dir can be set. `needs_one_rank`: true for an export.
-- `work`: work directory of a build.
+- `is_build`: true for a dataset.
 - `state`: finished or unfinished; with --starting also blind, if this node lacks the mount of an
   input. `about` is then the path of the input.
 
@@ -84,7 +84,7 @@ def describe(work: Work, *, is_starting: bool) -> dict[str, object]:
         "writes": work.writes,
         "reads": work.reads,
         "result": COMMANDS[work.kind].result,
-        "work": (getattr(settings, "work", None) or work.writes) if work.kind == "build" else None,
+        "is_build": work.kind == "build",
         "can_stage": isinstance(settings, PretrainSettings | TuneSettings)
         and settings.data.stage_dir is None,
         "needs_one_rank": work.kind == "export",

@@ -170,10 +170,9 @@ def shape(about: Mapping[str, str]) -> list[str]:
     return options
 
 
-def wait_for_successor(array: str, task: str | None, successor: str) -> None:
-    """Make the pending jobs that wait for a job (or array task) wait for its successor instead.
-    Jobs that wait for the complete array then wait for array and successor."""
-    label = array if task is None else f"{array}_{task}"
+def wait_for_successor(array: str, label: str, successor: str) -> None:
+    """Make the pending jobs that wait for the job (or array task) `label` wait for its successor
+    instead. Jobs that wait for the complete array then wait for array and successor."""
     words = ("squeue", "--noheader", "--me", "--states=PENDING", "--format=%F %E")
     with open(Path("jobs", ".dependencies"), "w") as lock:  # tasks of an array end at the same time
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -241,9 +240,12 @@ class Writer(NamedTuple):
     """Number of the array task; "" without an array."""
     state: str
 
+    @property
+    def label(self) -> str:
+        return f"{self.job}_{self.task}" if self.task else self.job
+
     def __str__(self) -> str:
-        label = f"{self.job}_{self.task}" if self.task else self.job
-        return f"job {label} ({self.state})"
+        return f"job {self.label} ({self.state})"
 
 
 def lines_of(places: Mapping[str, str]) -> str:

@@ -170,8 +170,8 @@ def examine(submission: Submission) -> Order:
     if not script.is_file():
         fix = near_path(script) or "choose a job script, for example cluster/pretrain.slurm"
         raise SettingsError(str(script), "no such file", fix, code="missing-path")
-    kept = Path("cluster", script.name)
-    if not kept.is_file() or not kept.samefile(script):
+    ours = Path("cluster", script.name)
+    if not ours.is_file() or not ours.samefile(script):
         problem = "a job script must be in cluster/"
         raise SettingsError(str(script), problem, "move it to cluster/", code="missing-path")
     first = submission.arguments[0]

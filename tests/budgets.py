@@ -23,9 +23,9 @@ CEILINGS = {
     "pretrain": 637_206,
     "finetune": 230_393,
     "analysis": 226_080,
-    "cluster": 131_462,
+    "cluster": 131_247,
     "benchmarks": 173_950,
-    "tests": 1_471_991,
+    "tests": 1_469_832,
 }
 
 

@@ -14,6 +14,8 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.budgets import REPOSITORY
+
 PROGRAMS = {
     **{name: f"{name}.cli" for name in ("data_prep", "pretrain", "finetune", "analysis")},
     "cluster/submit": "cluster.queue_jobs",
@@ -35,14 +37,14 @@ class Answer(NamedTuple):
 
 class Light:
     def __init__(self) -> None:
-        command, pipes = (
-            [sys.executable, "-m", "tests.light"],
-            {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE},
-        )
-        place = Path(__file__).parent.parent
         self._process = subprocess.Popen(
-            command, cwd=place, env=os.environ | {"PYTHONPATH": str(place)}, text=True, **pipes
-        )  # type: ignore[call-overload]
+            [sys.executable, "-m", "tests.light"],
+            cwd=REPOSITORY,
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
 
     def run(self, place: Path, *words: str) -> Answer:
         self._process.stdin.write(json.dumps([str(place), *words]) + "\n")

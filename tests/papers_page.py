@@ -13,7 +13,7 @@ from cluster.plan_file import Plan, load_plan
 from pretrain.config import PretrainSettings
 from pretrain.engine.zero_cost import in_hours
 from pretrain.models.cost import cost_of
-from tests.ranks import REPOSITORY
+from tests.budgets import REPOSITORY
 
 PAGE = REPOSITORY / "docs/papers.md"
 PLANS = sorted(

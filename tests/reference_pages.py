@@ -7,7 +7,8 @@ from typing import Any
 import wide_mlps
 from cluster.schemas import write_schemas
 from pretrain.models.listing import COLUMNS, FAMILIES, list_models
-from tests.settings_page import HEAD, REPOSITORY, command_pages
+from tests.budgets import REPOSITORY
+from tests.settings_page import HEAD, command_pages
 
 FOLDER = REPOSITORY / "docs/reference"
 MODELS_HEAD = """# Models

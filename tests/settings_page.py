@@ -2,7 +2,6 @@
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 
 import analysis.cli
 import cluster.cli
@@ -11,7 +10,6 @@ import finetune.cli
 import pretrain.cli
 from data_prep.explain import Explained, options_of, schema_of, settings_of
 
-REPOSITORY = Path(__file__).parent.parent
 PARSERS = {
     "data_prep": data_prep.cli.make_parser,
     "pretrain": pretrain.cli.make_parser,

@@ -31,13 +31,11 @@ AZURITE = (
     Path(os.environ.get("STORES", ".venv/stores")).absolute() / "node_modules/.bin/azurite-blob"
 )
 SECRET = "c2VjcmV0LXdvcmQ="
-Match = Callable[[str, str], bool]
-"""Matches a request by method and address."""
 
 
 @dataclass
 class Fault:
-    """A fault of the next `count` requests that `match`.
+    """A fault of the next `count` requests with this method and path (patterns).
 
     A number: the status of the reply. cut: the connection ends before the server gets the
     request. lost: it ends after the server has acted. wrong: a byte of the content changes.
@@ -45,8 +43,9 @@ class Fault:
     """
 
     kind: int | str
-    match: Match
-    count: int = 1
+    method: str
+    path: str
+    count: int
 
 
 @dataclass
@@ -63,20 +62,13 @@ class Store:
     def fail(
         self, kind: int | str, *, method: str = "PUT|POST", path: str = "", count: int = 1
     ) -> None:
-        self.faults.append(
-            Fault(
-                kind,
-                lambda given, address: bool(
-                    re.fullmatch(method, given) and re.search(path, address)
-                ),
-                count,
-            )
-        )
+        self.faults.append(Fault(kind, method, path, count))
 
     def next_fault(self, method: str, address: str) -> int | str | None:
         self.requests.append(f"{method} {address}")
         for fault in self.faults:
-            if fault.count and fault.match(method, address):
+            is_meant = re.fullmatch(fault.method, method) and re.search(fault.path, address)
+            if fault.count and is_meant:
                 fault.count -= 1
                 return fault.kind
         return None

@@ -24,6 +24,7 @@ from data_prep.explain import (
     settings_of,
 )
 from data_prep.settings import (
+    Settings,
     apply_override,
     example_of,
     flatten,
@@ -39,10 +40,12 @@ from finetune.probe.config import ProbeSettings
 from pretrain.config import PretrainSettings
 from tests.conftest import Capture
 from tests.errors import fails
-from tests.settings_page import PARSERS, REPOSITORY, _examples, command_pages
+from tests.ranks import REPOSITORY
+from tests.settings_page import PARSERS, _examples, command_pages
 
 VERBS = {(name, word): verb for name in PARSERS for word, verb in PARSERS[name]().commands.items()}
 CONFIGURED = {schema_of(verb): verb for verb in VERBS.values() if schema_of(verb) is not None}
+CONFIGS = sorted((REPOSITORY / "configs").glob("*/*.yaml"))
 every = pytest.mark.parametrize("name", VERBS, ids=" ".join)
 
 
@@ -181,18 +184,28 @@ def test_the_pages_have_every_option_and_setting() -> None:
     assert {*SCHEMAS.values()} <= {*CONFIGURED}
 
 
+def schema_of_config(config: Path) -> type[Settings]:
+    words = {"data_prep": "build", "pretrain": "train", "finetune": "tune"}
+    folder = "index" if config.stem.startswith("index") else config.parent.name
+    return SCHEMAS[words.get(folder, folder)]
+
+
+def test_the_shipped_configs_are_valid_and_headed() -> None:
+    """Each config has at most 40 lines below a header with command, hardware and result."""
+    configs = [config for config in CONFIGS if config.parent.name != "plan"]
+    assert len(configs) >= 20
+    for config in configs:
+        load_settings(schema_of_config(config), path=config, overrides=[])
+        lines = config.read_text().splitlines()
+        assert len(lines) <= 40 and lines[0].startswith("#"), config
+        for word in ("# command", "# hardware", "# result"):
+            assert any(line.startswith(word) for line in lines), (config, word)
+
+
 @pytest.mark.slow
 def test_editors_take_what_the_programs_take_and_no_other_key() -> None:
-    words = {"data_prep": "build", "pretrain": "train", "finetune": "tune"}
-    configs = sorted((REPOSITORY / "configs").glob("*/*.yaml"))
-    assert configs
-    for config in configs:
-        word = (
-            "index"
-            if config.stem.startswith("index")
-            else words.get(config.parent.name, config.parent.name)
-        )
-        schema = json.loads(json_schema(SCHEMAS[word]))
+    for config in CONFIGS:
+        schema = json.loads(json_schema(schema_of_config(config)))
         checked = jsonschema.Draft202012Validator(schema)
         assert [error.message for error in checked.iter_errors(read_yaml(config))] == [], config
         (refused,) = checked.iter_errors(read_yaml(config) | {"mistaken": 1})

@@ -24,7 +24,6 @@ from tests.conftest import Capture
 from tests.data_prep.samples import write_classes
 from tests.errors import printed_errors
 from tests.light import Light
-from tests.ranks import REPOSITORY
 
 MOST_CPU_S = 0.6
 """CPU seconds of a row without the imports of our modules; a row takes about a twentieth."""
@@ -165,9 +164,7 @@ def test_a_bad_pretraining_config(
     (tmp_path / "c.yaml").write_text(PRETRAIN.replace("DATASET", str(shapes)))
     words = [word.replace("STREAM", STREAM) for word in overrides]
     words = [word.replace("DATASET", str(shapes)) for word in ("c.yaml", *words)]
-    check(
-        light, tmp_path, ["pretrain", "train", *words], field, code.replace("DATASET", str(shapes))
-    )
+    check(light, tmp_path, ["pretrain", "train", *words], field, code)
 
 
 FILES = [
@@ -472,38 +469,6 @@ def test_lists_and_help_import_nothing_heavy(tmp_path: Path, light: Light) -> No
     ):
         answer = light.run(tmp_path, *typed.split())
         assert answer.code == 0 and answer.heavy == [] and "usage: " in answer.said, answer
-
-
-def test_the_shipped_configs_are_valid_and_headed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each config has at most 40 lines below a header with command, hardware and result."""
-    from data_prep.build.config import BuildSettings
-    from data_prep.index.config import IndexSettings
-    from data_prep.settings import load_settings
-    from finetune.probe.config import KnnSettings, ProbeSettings
-    from finetune.tune.config import TuneSettings
-    from pretrain.config import PretrainSettings
-
-    schemas = {
-        "data_prep": BuildSettings,
-        "pretrain": PretrainSettings,
-        "probe": ProbeSettings,
-        "knn": KnnSettings,
-        "finetune": TuneSettings,
-    }
-    seen = 0
-    for folder, schema in schemas.items():
-        for path in sorted((REPOSITORY / "configs" / folder).glob("*.yaml")):
-            wanted = IndexSettings if path.name.startswith("index_") else schema
-            load_settings(wanted, path=path, overrides=[])  # type: ignore[type-var]
-            lines = path.read_text().splitlines()
-            header = [line for line in lines if line.startswith("#")]
-            assert len(lines) <= 40 and path.read_text().startswith("#"), path
-            for word in ("# command", "# hardware", "# result"):
-                assert any(line.startswith(word) for line in header), (path, word)
-            seen += 1
-    assert seen >= 20
 
 
 def test_show_prints_what_reads_back_to_the_same(

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data_prep.interrupts import INTERRUPTED
-from pretrain.checkpoints.run import list_checkpoints
+from pretrain.checkpoints.run import list_checkpoints, step_of
 from tests.forked import begin, environments, new_output, wait
 from tests.moments import Strike, wait_until
 
@@ -208,10 +208,6 @@ def wait_for_checkpoint(run_dir: Path, process: AnyRun, *, beyond_step: int = 0)
         time.sleep(0.005)
     said = process.communicate()[0] if process.poll() is not None else "too slow"
     raise AssertionError(f"no checkpoint beyond step {beyond_step}: {said}")
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 def final_state(run_dir: Path) -> dict[str, Tensor]:

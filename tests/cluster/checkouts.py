@@ -21,6 +21,8 @@ def whole_checkout(place: Path) -> Path:
 
 
 def stand_in(root: Path, name: str, does: str) -> None:
+    """Write a program of shell commands. A link of this name is replaced."""
+    (root / name).unlink(missing_ok=True)
     (root / name).write_text(f"#!/bin/sh\n{does}\n")
     (root / name).chmod(0o755)
 

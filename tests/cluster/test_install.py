@@ -21,7 +21,12 @@ import torch
 from cluster.check import check_driver, compare_driver, cuda_of_torch, find_driver
 from cluster.submission import read_submission
 from data_prep import __version__
+from tests.cluster.checkouts import stand_in
 from tests.ranks import REPOSITORY
+
+TORCH, TORCHVISION = (
+    importlib.metadata.version(name).partition("+")[0] for name in ("torch", "torchvision")
+)
 
 
 def wheel(
@@ -54,12 +59,9 @@ def wheel(
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[str]:
     place = tmp_path / "index"
-    torch, torchvision = (
-        importlib.metadata.version(name).partition("+")[0] for name in ("torch", "torchvision")
-    )
-    wheel(place, "torch", f"{torch}+cu126", "nvidia_cublas_cu12==12.6.4", "filelock")
-    wheel(place, "torchvision", f"{torchvision}+cu126", f"torch=={torch}")
-    wheel(place, "torch", torch)  # another build, which must not be installed
+    wheel(place, "torch", f"{TORCH}+cu126", "nvidia_cublas_cu12==12.6.4", "filelock")
+    wheel(place, "torchvision", f"{TORCHVISION}+cu126", f"torch=={TORCH}")
+    wheel(place, "torch", TORCH)  # another build, which must not be installed
     wheel(place, "nvidia_cublas_cu12", "12.6.4")
     wheel(place, "filelock", importlib.metadata.version("filelock"))
     wheel(place, "filelock", "9999.0")  # must not be upgraded
@@ -85,12 +87,6 @@ def path_without(folder: Path, *names: str) -> Path:
         if not each.name.startswith(names) and not (folder / each.name).is_symlink():
             (folder / each.name).symlink_to(each)
     return folder
-
-
-def program(path: Path, text: str) -> None:
-    path.unlink(missing_ok=True)
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
 
 
 @pytest.fixture
@@ -161,12 +157,9 @@ def test_another_build_of_torch_takes_the_locks_versions_and_moves_nothing_else(
 ) -> None:
     done = install(checkout, "torch", index=index, build="cu126")
     assert done.returncode == 0, done.stderr
-    torch, torchvision = (
-        importlib.metadata.version(name).partition("+")[0] for name in ("torch", "torchvision")
-    )
     family = {
-        f"torch-{torch}+cu126",
-        f"torchvision-{torchvision}+cu126",
+        f"torch-{TORCH}+cu126",
+        f"torchvision-{TORCHVISION}+cu126",
         "nvidia_cublas_cu12-12.6.4",
     }
     assert installed(checkout) == family  # only the lock file installs filelock
@@ -233,7 +226,7 @@ def test_without_a_compiler_plain_pillow_is_installed_and_the_reason_printed(
 @pytest.mark.processes
 def test_other_systems_are_refused_in_one_line(checkout: Path, tmp_path: Path) -> None:
     path = path_without(tmp_path / "bin", "uname")
-    program(path / "uname", "echo Darwin")
+    stand_in(path, "uname", "echo Darwin")
     done = install(checkout, PATH=str(path))
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
@@ -250,13 +243,13 @@ def test_a_newer_python_is_found_in_path_or_downloaded_with_uv(
 ) -> None:
     shutil.rmtree(checkout / ".venv")
     path, log = path_without(tmp_path / "bin", "python", "uv"), tmp_path / "log"
-    program(path / "python3", f'case $* in "-m pip"*) echo "$*" >> {log}; mkdir -p .cache/uv-program/bin;'
+    stand_in(path, "python3", f'case $* in "-m pip"*) echo "$*" >> {log}; mkdir -p .cache/uv-program/bin;'
             f" cp {tmp_path}/uv .cache/uv-program/bin;; *) exit 1;; esac")  # fmt: skip
     # a usable Python that logs requests for a virtual environment
     usable = f'case $* in "-c "*) ;; *) echo "$0 $*" >> {log}; exit 1;; esac'
-    program(tmp_path / "brought", usable)
-    program(
-        tmp_path / "uv", f'echo "uv $*" >> {log}; case $* in *find*) echo {tmp_path}/brought;; esac'
+    stand_in(tmp_path, "brought", usable)
+    stand_in(
+        tmp_path, "uv", f'echo "uv $*" >> {log}; case $* in *find*) echo {tmp_path}/brought;; esac'
     )
     if has_uv:
         shutil.copy(tmp_path / "uv", path)
@@ -267,7 +260,7 @@ def test_a_newer_python_is_found_in_path_or_downloaded_with_uv(
     assert [line for line in lines if line.startswith("uv python install")]
     assert [line for line in lines if "--require-hashes" in line] == lines[: not has_uv]
 
-    program(path / "python3.12", usable)
+    stand_in(path, "python3.12", usable)
     install(checkout, PATH=str(path))
     assert log.read_text().splitlines()[len(lines) :] == [
         f"{path}/python3.12 -m venv --clear .venv"
@@ -279,10 +272,9 @@ def test_a_newer_python_is_found_in_path_or_downloaded_with_uv(
 
 @pytest.mark.processes
 def test_uv_asks_the_index_of_pip(checkout: Path, tmp_path: Path) -> None:
-    uv = tmp_path / "uv"
-    program(uv, f'echo "$UV_DEFAULT_INDEX $UV_CACHE_DIR" >> {tmp_path}/log')
+    stand_in(tmp_path, "uv", f'echo "$UV_DEFAULT_INDEX $UV_CACHE_DIR" >> {tmp_path}/log')
     (checkout / ".venv/bin/uv").unlink()
-    (checkout / ".venv/bin/uv").symlink_to(uv)
+    (checkout / ".venv/bin/uv").symlink_to(tmp_path / "uv")
     mirror = "http://127.0.0.1:9/mirror"
     install(checkout, "pillow", pillow="plain", UV_DEFAULT_INDEX="", PIP_INDEX_URL=mirror)
     install(checkout, "pillow", pillow="plain", UV_DEFAULT_INDEX="", UV_CACHE_DIR="/elsewhere")
@@ -432,9 +424,9 @@ def test_the_driver_is_that_of_site_env_or_of_this_node(
     loaded = tmp_path / "version"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_driver({}, loaded=loaded) is None
-    program(tmp_path / "nvidia-smi", "echo 535.183.01; echo 535.183.01")  # two GPUs
+    stand_in(tmp_path, "nvidia-smi", "echo 535.183.01; echo 535.183.01")  # two GPUs
     assert find_driver({}, loaded=loaded) == "535.183.01"
-    program(tmp_path / "nvidia-smi", "echo NVIDIA-SMI has failed; exit 9")
+    stand_in(tmp_path, "nvidia-smi", "echo NVIDIA-SMI has failed; exit 9")
     assert find_driver({}, loaded=loaded) is None
     loaded.write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build "

@@ -475,28 +475,26 @@ def test_slurm_is_asked_again_and_ignores_the_end_of_the_start(job: Job) -> None
 
 
 def starts(text: str) -> list[dict[str, Any]]:
-    """Return the attempts of a text such as `here failed 60,here lost 5`: mark at the beginning,
-    outcome, seconds."""
+    """Return the attempts of a text such as `here failed,here lost`: mark at the beginning and
+    outcome."""
     return [
-        {"restart": number, "began": mark, "how": how, "seconds": int(seconds)}
-        for number, (mark, how, seconds) in enumerate(
-            each.split() for each in text.split(",") if each
-        )
+        {"restart": number, "began": mark, "how": how}
+        for number, (mark, how) in enumerate(each.split() for each in text.split(",") if each)
     ]
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (2 * "here failed 60,", ""),
-        (3 * "here failed 60,", "failed 3 times without a new checkpoint"),
+        (2 * "here failed,", ""),
+        (3 * "here failed,", "failed 3 times without a new checkpoint"),
         # an attempt that ended before it knew the run's mark also made no progress
-        (2 * "here failed 60," + "unknown lost 0,here failed 60", "failed 3 times"),
-        (2 * "here failed 60," + "there failed 60", ""),
+        (2 * "here failed," + "unknown lost,here failed", "failed 3 times"),
+        (2 * "here failed," + "there failed", ""),
         # another attempt's lock is no failure, but the job does not wait for ever
-        (2 * "here failed 60," + 6 * "here busy 180,", ""),
-        (9 * "here busy 180,", "9 found the run locked"),
-        ("here busy 180," + 8 * "here stopped 180,", "9 attempts made no new checkpoint"),
+        (2 * "here failed," + 6 * "here busy,", ""),
+        (9 * "here busy,", "9 found the run locked"),
+        ("here busy," + 8 * "here stopped,", "9 attempts made no new checkpoint"),
     ],
 )  # fmt: skip
 def test_when_a_job_gives_up(text: str, words: str) -> None:
@@ -505,5 +503,5 @@ def test_when_a_job_gives_up(text: str, words: str) -> None:
 
 
 def test_a_config_is_only_wrong_at_the_first_start_that_gets_to_its_ranks() -> None:
-    assert not has_trained(starts("here bad-node 9,here busy 9,here lost 0"))
-    assert has_trained(starts("here bad-node 9,here stopped 9"))
+    assert not has_trained(starts("here bad-node,here busy,here lost"))
+    assert has_trained(starts("here bad-node,here stopped"))

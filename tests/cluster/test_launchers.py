@@ -1,8 +1,6 @@
 """The files for other launchers: each starts one of our commands with the launcher's addresses."""
 
-import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import yaml
 
 from data_prep.settings import load_settings
 from pretrain.config import PretrainSettings
+from tests.cluster.checkouts import run, stand_in
 from tests.ranks import REPOSITORY
 
 CLUSTER = REPOSITORY / "cluster"
@@ -65,24 +64,13 @@ def sky() -> dict[str, Any]:
     return found
 
 
-def started(run: str, environment: dict[str, str], tmp_path: Path) -> list[str]:
+def started(script: str, environment: dict[str, str], tmp_path: Path) -> list[str]:
     """Return the arguments that the commands pass to torchrun, recorded by a stand-in."""
-    stand_in = tmp_path / "bin/torchrun"
-    stand_in.parent.mkdir()
-    stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    stand_in.chmod(0o755)
+    stand_in(tmp_path, "torchrun", 'printf "%s\\n" "$@"')
     (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/activate").write_text("")
-    environment = {"PATH": f"{stand_in.parent}:{os.environ['PATH']}"} | environment
-    done = subprocess.run(
-        ["bash", "-c", run],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    (tmp_path / ".venv/bin/activate").touch()
+    done = run(tmp_path, "bash", "-c", script, **environment)
+    assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 

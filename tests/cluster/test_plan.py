@@ -2,7 +2,6 @@
 The same without SLURM.
 """
 
-import itertools
 import os
 import random
 import re
@@ -14,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from cluster.cli import main
-from cluster.plan import Here
+from cluster.plan import Here, num_gpus
 from cluster.plan_file import compressed, load_checked, load_plan
 from cluster.queue_jobs import main as submit
+from cluster.submit import indices
 from data_prep.errors import UserError
 from pretrain.config import PretrainSettings
 from tests.cluster.checkouts import finish, has_error, stand_in
@@ -153,11 +153,8 @@ def test_each_tuned_run_is_evaluated_on_its_own_data_and_exported_after_that(
 def test_array_ranges_parse_back_to_the_set() -> None:
     draw = random.Random(0)
     for chosen in [sorted(draw.sample(range(40), draw.randint(1, 40))) for _ in range(200)]:
-        text = compressed(chosen)
-        spans = [[int(end) for end in span.split("-")] for span in text.split(",")]
-        assert [index for span in spans for index in range(span[0], span[-1] + 1)] == chosen
-        assert all(later[0] - earlier[-1] > 1 for earlier, later in itertools.pairwise(spans)), text
-    assert compressed([2, 5, 6, 7]) == "2,5-7"
+        assert indices(compressed(chosen)) == chosen
+    assert compressed([2, 5, 6, 7, 9, 10]) == "2,5-7,9-10"
 
 
 MLP = "configs/pretrain/demo_mlp.yaml"
@@ -529,6 +526,36 @@ def test_a_signal_reaches_the_command_which_may_save(checkout: Path) -> None:
     assert here.run(["saves"]) == 0 and here.received == [signal.SIGUSR2]
     assert here.run(["saves"]) == 130  # no further command starts
     assert (checkout / "saved").read_text() == "SIGUSR2"
+
+
+@pytest.mark.parametrize(
+    ("num_listed", "visible", "expected"),
+    [
+        (0, None, 0),
+        (2, None, 2),
+        (2, "0", 1),
+        (2, "1, 0", 2),
+        (2, "", 0),
+        (2, "-1", 0),
+        (2, "1,5", 1),  # the second name is invalid
+        (2, "-1,0", 0),
+        (8, "GPU-3af", 1),
+    ],
+)
+def test_gpus_that_are_visible_are_counted(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_listed: int,
+    visible: str | None,
+    expected: int,
+) -> None:
+    line = 'echo "GPU $n: NVIDIA H200 (UUID: GPU-$n)"'
+    stand_in(tmp_path, "nvidia-smi", f"for n in $(seq {num_listed}); do {line}; done")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert num_gpus() == expected
 
 
 @pytest.mark.processes

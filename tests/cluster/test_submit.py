@@ -190,6 +190,20 @@ def test_a_dataset_that_is_being_built_is_not_built_twice(slurm: Path) -> None:
 
 
 @pytest.mark.processes
+def test_a_run_that_is_in_the_queue_is_not_submitted_again(slurm: Path) -> None:
+    """The run is the same if its path is written in another way."""
+    words = ("--hold", "cluster/pretrain.slurm", MLP)
+    note("7", f"-\t{Path('runs/twice').resolve()}\n")
+    (slurm / "queue").write_text("7 N/A PENDING\n")
+    with fails("busy", "runs/../runs/twice") as error:
+        order(*words, "run_dir=runs/../runs/twice")
+    assert "job 7 (PENDING)" in str(error.value)
+    assert "--dependency=afterany:7" in str(error.value)
+    assert order("--dependency=afterany:7", *words, "run_dir=runs/twice")
+    assert order(*words, "run_dir=runs/other")
+
+
+@pytest.mark.processes
 def test_a_refused_merge_takes_its_parts_back(slurm: Path) -> None:
     """Otherwise the next submission would find the dataset already queued."""
     (slurm / "refuse").write_text("2\n")

@@ -4,11 +4,16 @@ or its public code states, with its section (docs/papers.md, "Recipes")."""
 import pytest
 import yaml
 
-from cluster.work import COMMANDS, Work
+from cluster.work import Kind, Work
 from data_prep.settings import flatten
 from tests.ranks import REPOSITORY
 
-KINDS = {"pretrain": "pretrain", "finetune": "tune", "probe": "probe", "evaluate": "evaluate"}
+KINDS: dict[str, Kind] = {
+    "pretrain": "pretrain",
+    "finetune": "tune",
+    "probe": "probe",
+    "evaluate": "evaluate",
+}
 FACTS = yaml.safe_load("""
 pretrain/imagenet21k_b12_wi1024_paper:
   Scaling MLPs, table of models: {model.depth: 12, model.width: 1024, model.expansion: 4,
@@ -89,7 +94,7 @@ evaluate/cifar10_b12_wi1024_public:
 
 @pytest.mark.parametrize("name", FACTS)
 def test_a_recipe_has_the_values_that_are_stated(name: str) -> None:
-    kind = next(kind for kind in COMMANDS if kind == KINDS[name.partition("/")[0]])
+    kind = KINDS[name.partition("/")[0]]
     settings = Work(kind, str(REPOSITORY / f"configs/{name}.yaml")).settings
     resolved = flatten(settings.model_dump(mode="json"))
     for section, values in FACTS[name].items():

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from pretrain.checkpoints.checkpoint import Checkpoint
-from pretrain.checkpoints.run import list_checkpoints
+from pretrain.checkpoints.run import list_checkpoints, step_of
 from pretrain.cli import main
 from tests.errors import printed_errors
 from tests.moments import Strike, wait_until
@@ -30,7 +30,6 @@ from tests.training import (
     finish,
     start,
     start_command,
-    step_of,
     stop_while_it_waits,
     wait_for_checkpoint,
     write_config,

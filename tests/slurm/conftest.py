@@ -19,9 +19,9 @@ from typing import ClassVar, Self
 import pytest
 
 from tests.forked import begin, wait
+from tests.ranks import REPOSITORY
 from tests.training import finish, start
 
-REPOSITORY = Path(__file__).parents[2]
 LAB = Path(__file__).parent / "lab.sh"
 PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare")
@@ -71,15 +71,11 @@ class Cluster:
         self.directory.chmod(0o755)
         self.root = self.directory / "checkout"
         self.root.mkdir()
-        if (
-            python is None
+        if python is None:
             # numba's files are copied, too: compiling ranks on a busy machine look like hanging
             # ranks
-        ):
-            assert wait(
-                [begin("time:sleep", 0, environment=os.environ, output=Path(os.devnull))],
-                timeout_s=600,
-            ) == [0]
+            compiled = begin("time:sleep", 0, environment=os.environ, output=Path(os.devnull))
+            assert wait([compiled], timeout_s=600) == [0]
         for floor in ("data_prep", "pretrain", "finetune", "analysis", "cluster", "configs"):
             shutil.copytree(
                 REPOSITORY / floor, self.root / floor, ignore=shutil.ignore_patterns("*.pyc")
@@ -191,9 +187,8 @@ class Cluster:
 
     def mlflow(self, query: str, *, runs: str) -> list[tuple[str, ...]]:
         """Query the tracking database of the runs in a directory."""
-        store = (  # a wrong path is an error, not a new database
-            f"file:{self.root / runs}/mlflow.db?mode=ro"
-        )
+        # a wrong path is an error, not a new database
+        store = f"file:{self.root / runs}/mlflow.db?mode=ro"
         with contextlib.closing(sqlite3.connect(store, uri=True)) as opened:
             return opened.execute(query).fetchall()
 

@@ -39,7 +39,7 @@ case $2 in
         [ ! -e "runs/$name/result.json" ] || state=finished
         [[ $name != blind* ]] || [[ $name = blind-quick* && -n ${SLURM_RESTART_COUNT:-} ]] || state=blind
         printf '{"state": "%s", "about": "/data/x", "writes": "runs/%s", "reads": [], "can_stage": false, ' "$state" "$name"
-        printf '"result": "result.json", "needs_one_rank": false, "work": null, '
+        printf '"result": "result.json", "needs_one_rank": false, "is_build": false, '
         printf '"words": ["pretrain", "train", "%s"]}\n' "$config"
         [[ $name != no-python* ]] || [ -n "${SLURM_RESTART_COUNT:-}" ] || exit 127
         [[ $name != odd* ]] || exit 1

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.conftest import ACCOUNTING, REPOSITORY, Cluster, need_slurm
+from tests.ranks import REPOSITORY
+from tests.slurm.conftest import ACCOUNTING, Cluster, need_slurm
 from tests.slurm.test_plan import FEW, PLAN
 
 PYTHON = r"""#!/bin/bash

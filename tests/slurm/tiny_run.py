@@ -1,6 +1,5 @@
 """A tiny run on the lab with two ranks of the real command, and functions that observe it."""
 
-import sqlite3
 import time
 from pathlib import Path
 
@@ -39,9 +38,6 @@ def await_progress(
 
 def tracked(slurm: Cluster, run_dir: Path) -> list[str]:
     """Return the status of each MLflow run of this run directory."""
-    with sqlite3.connect(slurm.root / "runs/mlflow.db") as store:
-        rows = store.execute(
-            "select status from runs where lifecycle_stage = 'active' and name like ?",
-            (f"%{run_dir.name}%",),
-        ).fetchall()
-    return [status for (status,) in rows]
+    active = "lifecycle_stage = 'active'"
+    query = f"select status from runs where {active} and name like '%{run_dir.name}%'"
+    return [status for (status,) in slurm.mlflow(query, runs="runs")]
