@@ -19,13 +19,13 @@ TARGETS = {
     "tests": 1_050_000,
 }
 CEILINGS = {
-    "data_prep": 445_255,
-    "pretrain": 637_206,
-    "finetune": 230_393,
+    "data_prep": 445_223,
+    "pretrain": 636_735,
+    "finetune": 230_302,
     "analysis": 226_080,
-    "cluster": 131_247,
-    "benchmarks": 173_950,
-    "tests": 1_469_832,
+    "cluster": 131_195,
+    "benchmarks": 173_965,
+    "tests": 1_470_758,
 }
 
 

@@ -59,7 +59,8 @@ class Connections:
     def rows(self) -> Tensor:
         """Return the row (output) of every connection (int64)."""
         counts = self.row_starts.diff()
-        return torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        numbers = torch.arange(len(counts), device=counts.device)
+        return numbers.repeat_interleave(counts, output_size=len(self.columns))
 
     def dense(self, values: Tensor) -> Tensor:
         """Return the (M, N) matrix with zeros for absent connections."""
