@@ -257,6 +257,24 @@ def test_pages_are_written_without_the_packages_of_the_tests() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True)
 
 
+@pytest.mark.processes
+def test_no_library_sends_usage_data() -> None:
+    """ONNX Runtime starts a thread that sends; a fork of the tests' processes during its lookup of
+    a host once hung."""
+    code = """
+import os, data_prep, mlflow
+from mlflow.telemetry import get_telemetry_client
+threads = len(os.listdir("/proc/self/task"))
+import onnxruntime
+print(get_telemetry_client(), len(os.listdir("/proc/self/task")) - threads)
+"""
+    chosen = {"PYTEST_CURRENT_TEST", "CI", "DO_NOT_TRACK", "ORT_DISABLE_TELEMETRY"}
+    environment = {name: value for name, value in os.environ.items() if name not in chosen}
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == "None 0\n"
+
+
 def test_paths_in_code_blocks_of_the_site_exist() -> None:
     path = re.compile(r"(?<![\w/.-])(?:configs|cluster|docs|benchmarks|tests)/[\w./-]*\w")
     missing = {
