@@ -73,7 +73,7 @@ test: .venv/.dev
 	$(MAKE) --no-print-directory -j 2 types tests # types use the cores that are idle while pytest starts
 
 QUICK := "not processes and not slow and not nightly and not soak and not stores and not benchmarks"
-# Runs format, lint, types, imports, and the tests without a mark. Prints the tests above 3 s: on an idle machine, mark them as slow.
+# Runs format, lint, types, imports, and the tests without a mark. Prints tests that take more than 3 s: mark them as slow, unless the machine is busy.
 check: .venv/.dev
 	$(MAKE) --no-print-directory lint types imports
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations 10 --durations-min 3 -m $(QUICK)

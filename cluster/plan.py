@@ -83,7 +83,7 @@ def num_gpus() -> int:
         is_listed = name.isdecimal() and int(name) < num_listed
         return is_listed or name.startswith(("GPU-", "MIG-"))
 
-    return len([*takewhile(is_valid, map(str.strip, visible.split(",")))])
+    return min(num_listed, len([*takewhile(is_valid, map(str.strip, visible.split(",")))]))
 
 
 def run(options: argparse.Namespace) -> int:

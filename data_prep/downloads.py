@@ -32,7 +32,7 @@ from data_prep.catalog import CATALOG, Published
 from data_prep.clients import READ_TIMEOUT_S, shown, without_secrets
 from data_prep.errors import Code, UserError
 from data_prep.limits import error_of_system
-from data_prep.progress import doing, progress
+from data_prep.progress import ProgressLine, doing
 from data_prep.publish import atomic_file, sole_writer, sync
 from data_prep.remote import RemoteError, join, tried
 from data_prep.sources.imagenet1k import DEVKIT, DEVKIT_MD5, PUBLISHED_MD5
@@ -203,7 +203,7 @@ class _File:
     def _receive(self, reply: HTTPResponse, part: Path, held: int, size: int) -> None:
         with (
             open(part, "ab" if held else "wb") as file,
-            progress(self.name, total=size >> 20, unit="MiB", start=held >> 20) as line,
+            ProgressLine(self.name, total=size >> 20, unit="MiB", start=held >> 20) as line,
         ):
             try:
                 while block := reply.read(_BLOCK_BYTES):

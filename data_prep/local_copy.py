@@ -30,7 +30,7 @@ from data_prep.manifest import (
     parse_manifest,
     save_manifest,
 )
-from data_prep.progress import progress
+from data_prep.progress import ProgressLine
 from data_prep.publish import hash_of_json, remove_leftovers, sha256_of, sole_writer, write_atomic
 from data_prep.remote import ContentError, Storage, join, read_bytes
 
@@ -137,7 +137,7 @@ def _fill(url: str, directory: Path, files: dict[str, str], storage: Storage) ->
     title = f"copying the index of {shown(url)}"
     with (
         ThreadPoolExecutor(NUM_THREADS) as pool,
-        progress(title, total=len(files), unit="files") as line,
+        ProgressLine(title, total=len(files), unit="files") as line,
     ):
         try:
             for _ in pool.map(fetch, files):

@@ -128,10 +128,6 @@ def _new_display() -> Progress:
     )
 
 
-progress = ProgressLine
-"""Shorthand for `with progress(...) as line`."""
-
-
 @contextmanager
 def doing(what: str, *, enabled: bool = True) -> Iterator[None]:
     """Print `what` if the block takes longer than SILENT_S."""

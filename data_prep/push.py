@@ -25,7 +25,7 @@ from data_prep.manifest import (
     load_manifest,
     wids_index,
 )
-from data_prep.progress import progress
+from data_prep.progress import ProgressLine
 from data_prep.publish import sha256_of
 from data_prep.remote import join, read_bytes, upload
 
@@ -67,7 +67,7 @@ def push(directory: Path, url: str, *, storage: Mapping[str, Any]) -> Manifest:
             )
     with (
         ThreadPoolExecutor(NUM_UPLOADS) as pool,
-        progress("uploading", total=len(hashes), unit="files") as line,
+        ProgressLine("uploading", total=len(hashes), unit="files") as line,
     ):
         try:
             for sent in as_completed([pool.submit(send, name) for name in sorted(hashes)]):

@@ -19,7 +19,7 @@ from multiprocessing.forkserver import ensure_running
 from typing import Any, TypeVar
 
 from data_prep.errors import UserError
-from data_prep.progress import progress
+from data_prep.progress import ProgressLine
 
 J = TypeVar("J")
 T = TypeVar("T")
@@ -128,7 +128,7 @@ def sweep(
     with ExitStack() as stack:
         if isinstance(workers, int):
             workers = stack.enter_context(Pool(min(workers, len(jobs))))
-        line = stack.enter_context(progress(title, total=sum(sizes), unit=unit))
+        line = stack.enter_context(ProgressLine(title, total=sum(sizes), unit=unit))
         results, first = dict[int, T](), 0
         for number, result in workers.map(function, jobs):
             results[number] = result

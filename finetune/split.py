@@ -14,7 +14,7 @@ import numpy as np
 
 from data_prep.errors import UserError
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index
-from data_prep.progress import progress
+from data_prep.progress import ProgressLine
 from pretrain.checkpoints.card import ModelCard
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
@@ -107,7 +107,7 @@ def batches_of(
 
     shown = title is not None and world.is_first
     with (
-        progress(title or "", total=reader.num_samples, unit="images", enabled=shown) as line,
+        ProgressLine(title or "", total=reader.num_samples, unit="images", enabled=shown) as line,
         evaluation_batches(
             reader,
             local_batch_size=local_batch_size,

@@ -19,13 +19,13 @@ TARGETS = {
     "tests": 1_050_000,
 }
 CEILINGS = {
-    "data_prep": 445_402,
-    "pretrain": 636_735,
-    "finetune": 230_302,
-    "analysis": 226_080,
-    "cluster": 131_195,
-    "benchmarks": 173_965,
-    "tests": 1_471_424,
+    "data_prep": 445_413,
+    "pretrain": 636_746,
+    "finetune": 230_361,
+    "analysis": 226_131,
+    "cluster": 131_211,
+    "benchmarks": 174_051,
+    "tests": 1_471_612,
 }
 
 

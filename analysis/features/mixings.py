@@ -17,7 +17,7 @@ from analysis.features.hsic import FEWEST
 from data_prep.errors import UserError
 from data_prep.local_copy import local_copy
 from data_prep.manifest import Manifest
-from data_prep.progress import progress
+from data_prep.progress import ProgressLine
 from finetune.session import Backbone, open_backbone
 from pretrain.augment.augmentation import Augmentation
 from pretrain.augment.feed import on_device
@@ -134,7 +134,7 @@ class Images:
             settings = ReadingSettings(dataset=self.dataset)
             reader = opened.enter_context(reading([part], settings, image_size=size))
             ids = np.random.default_rng(0).permutation(reader.num_samples)[: self.count]
-            line = opened.enter_context(progress(title, total=len(ids) * times, unit="images"))
+            line = opened.enter_context(ProgressLine(title, total=len(ids) * times, unit="images"))
             chunks = np.split(ids, range(self.batch, len(ids), self.batch))
             stored = Batches(
                 reader,

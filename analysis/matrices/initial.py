@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from analysis.matrices.spectra import NOISE, norm, singular_values
 from analysis.output import Result, draw_legend, mark
-from data_prep.progress import progress
+from data_prep.progress import ProgressLine
 from finetune.looks import BLUE, GRAY, looks, panels
 from pretrain.models.layers.sparse import draw_connections, largest_singular_value
 
@@ -55,7 +55,10 @@ def _repeated(cases: Sequence[Case], *, seeds: int) -> Iterator[dict[str, Any]]:
     """Seed torch for each case and seed, and yield a row with the largest singular values that the
     laws predict."""
     title, total = "initial matrices", len(cases) * seeds
-    with progress(title, total=total, unit="matrices") as line, torch.random.fork_rng(devices=[]):
+    with (
+        ProgressLine(title, total=total, unit="matrices") as line,
+        torch.random.fork_rng(devices=[]),
+    ):
         for case, seed in product(cases, range(seeds)):
             torch.manual_seed(seed)
             width, gamma, density = case["width"], case["gamma"], case["density"]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from data_prep.progress import progress
+from data_prep.progress import ProgressLine
 from finetune.runs import read_run
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
@@ -96,7 +96,7 @@ def steps_of(
 ) -> Iterator[tuple[str, ModelCard, int, list[Matrix], list[Matrix]]]:
     """Yield (run, card, step, matrices, initial matrices) for each checkpoint. Runs with random
     initial weights also have step 0. Other runs have no initial matrices."""
-    with progress(title, total=sum(map(len, runs.values())), unit="checkpoints") as line:
+    with ProgressLine(title, total=sum(map(len, runs.values())), unit="checkpoints") as line:
         for run, checkpoints in runs.items():
             card, model = checkpoints[0].card, initial_model(checkpoints[0])
             initial = [*matrices_of(model, card)] if model is not None else []

@@ -27,7 +27,7 @@ from analysis.tables.published import MIXER, SCALING, TABLES
 from analysis.tables.table import OURS, cells_of
 from cluster.plan_file import Plan, load_plan
 from data_prep.exit_codes import message_of
-from data_prep.progress import progress
+from data_prep.progress import ProgressLine
 from data_prep.publish import make_directory, write_atomic
 from data_prep.settings import in_yaml
 from finetune.looks import DPI
@@ -75,7 +75,7 @@ def paper(name: Paper, out: Path, results: pd.DataFrame | None, *, is_demo: bool
     (out / "index.html").unlink(missing_ok=True)
     for plan in (plan for section in sections for plan in section.experiment.plans):
         remove_figures(out / (plan + "_demo" * is_demo))
-    with progress(name, total=len(sections), unit="experiments") as line:
+    with ProgressLine(name, total=len(sections), unit="experiments") as line:
         for section in sections:
             for plan in section.experiment.plans:
                 _add_plan(section, plan, out, results, is_demo=is_demo)

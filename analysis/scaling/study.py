@@ -20,7 +20,7 @@ from analysis.scaling.allocation import (
 )
 from analysis.scaling.laws import QUANTILES, REPEATS_LAW, SUM_LAW, Estimate, estimate, forms_of
 from analysis.scaling.samples import HELD, SAME_T, Sample, samples_of
-from data_prep.progress import progress
+from data_prep.progress import ProgressLine
 from finetune.looks import looks
 
 RESAMPLES, QUICK_RESAMPLES = 2000, 200
@@ -59,7 +59,7 @@ def study(sample: Sample, *, epochs: float, resamples: int) -> Study:
         "repeats": np.isfinite(sample.points["epochs"]) & known,
     }
     laws = dict[str, dict[str, Estimate | str]]()
-    with progress(f"laws of {sample.name}", total=len(used), unit="laws") as line:
+    with ProgressLine(f"laws of {sample.name}", total=len(used), unit="laws") as line:
         for law, counted_N in used.items():
             variable, size = VARIABLES.get(law, ("", "parameters"))
             forms = {"": SUM_LAW if law == "sum" else REPEATS_LAW}

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from analysis.output import Result, draw_legend, mark
 from analysis.speed.efficiency import machine
-from data_prep.progress import progress
+from data_prep.progress import ProgressLine
 from finetune.looks import looks, panels, set_log_ticks
 from pretrain.models.build import build_model
 from pretrain.models.spec import AnySpec, MixerSpec, SparseMlpSpec
@@ -93,7 +93,9 @@ def measure(
         line.advance(1)
         return (time.perf_counter() - began_s) / count
 
-    with progress("training steps", total=(num_rounds + 1) * len(models), unit="models") as line:
+    with ProgressLine(
+        "training steps", total=(num_rounds + 1) * len(models), unit="models"
+    ) as line:
         built = []
         for each in models:
             model = build_model(each.spec, **sizes, seed=0).to(device)

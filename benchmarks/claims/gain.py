@@ -22,6 +22,8 @@ def gain(results: pd.DataFrame) -> list[str]:
     effect_on_error = errors["spectral"] - errors["default"]
     weak = weak_arms(errors["default"]) & weak_arms(errors["spectral"])
     narrow, middle, _, wide, widest = widths = sorted(default)
+    _, low, high = interval(effect[narrow])
+    control_fails = low > 0.05 or high < -0.05
     rise = default[widest] - default[middle]
     on_loss, on_error = (
         f"effect on the {name} at m = " for name in ("training loss", "test error")
@@ -35,7 +37,7 @@ def gain(results: pd.DataFrame) -> list[str]:
             Comparison("4", f"{on_loss}{widest:,} minus m = {narrow:,}", effect[widest] - effect[narrow], "below", (widest, narrow), **near),
             Comparison("5", f"{on_error}{widest:,}", effect_on_error[widest], "below", (widest,)),
         ],
-        weak,
+        {*widths} if control_fails else weak,
     )  # fmt: skip
     holds, fails = (
         {rule for rule, found in outcomes.items() if found <= values}
@@ -53,8 +55,7 @@ def gain(results: pd.DataFrame) -> list[str]:
             "The gain harms training.": outcomes["2"] == {"reversed"},
         }
     )
-    _, low, high = interval(effect[narrow])
-    if low > 0.05 or high < -0.05:
+    if control_fails:
         conclusion = "The control fails, so the rules are not tested."
     table = [
         [
@@ -62,18 +63,19 @@ def gain(results: pd.DataFrame) -> list[str]:
             *(with_interval(losses[init, m]) for init in ("default", "spectral")),
             with_interval(effect[m], "+"),
             *(with_interval(errors[init, m]) for init in ("default", "spectral")),
-            " / ".join(f"{rates[init, m]:g}" for init in ("default", "spectral")),
+            *(f"{rates[init, m]:g}" for init in ("default", "spectral")),
         ]
         for m in widths
     ]
     header = (
         "m",
         "training loss, default",
-        "spectral",
+        "training loss, spectral",
         "effect",
         "test error, default",
-        "spectral",
-        "learning rates",
+        "test error, spectral",
+        "rate, default",
+        "rate, spectral",
     )
     part = f"Effect at m = {widest:,} divided by the difference of rule 1: {effect[widest].mean() / rise.mean():.2f}."
     return [*markdown(header, table), "", *decisions, "", conclusion, "", part]

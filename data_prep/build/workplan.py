@@ -41,7 +41,7 @@ from data_prep.build.parts import BEGUN, of_another, read_record, record_path, w
 from data_prep.errors import UserError
 from data_prep.images.decoding import decoder_version
 from data_prep.manifest import MANIFEST_NAME, PARTS, Manifest, load_manifest, write_array
-from data_prep.progress import progress
+from data_prep.progress import ProgressLine
 from data_prep.publish import TEMPORARY_PREFIX, hash_of_json, remove_leftovers, sha256_of, withdraw
 from data_prep.settings import Settings, printable
 from data_prep.sources import Arrangement, Source, SourceError, open_source
@@ -346,7 +346,7 @@ def _entries(source: Source, outline: Outline, pool: Pool, *, ahead: int) -> Ite
                 waiting.clear()
                 pool.replace()
 
-    with progress("listing", total=len(outline.containers), unit="folders or archives") as line:
+    with ProgressLine("listing", total=len(outline.containers), unit="folders or archives") as line:
         for number, container in enumerate(outline.containers):
             try:
                 yield next_entries(number)

@@ -16,7 +16,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.progress import progress
+from data_prep.progress import ProgressLine
 
 Ids = NDArray[np.int64]
 NUM_BITS = 64
@@ -32,7 +32,7 @@ def near_pairs(
     a."""
     masks = plan(len(bits), near=near)
     found: list[tuple[Ids, Ids]] = []
-    with progress("comparing hashes", total=len(masks), unit="tables") as line:
+    with ProgressLine("comparing hashes", total=len(masks), unit="tables") as line:
         for number in range(len(masks)):
             found.append(_pairs_of_table(bits, masks[: number + 1], near=near, first=first))
             line.advance()

@@ -37,7 +37,7 @@ from data_prep.manifest import (
     load_paths,
     save_manifest,
 )
-from data_prep.progress import progress
+from data_prep.progress import ProgressLine
 from data_prep.publish import hash_of_json
 from data_prep.settings import Settings, nearest, read_lines
 
@@ -239,7 +239,7 @@ def _listed(parent: _Parent, split: Split, found: set[str]) -> list[bool]:
     """Return, for every sample, True if an exclusion list has its path. Add these paths to
     `found`."""
     listed, is_listed = parent.exclusions.paths, list[bool]()
-    with progress("reading paths", total=split.num_samples, unit="paths") as line:
+    with ProgressLine("reading paths", total=split.num_samples, unit="paths") as line:
         for shard in split.shards:
             paths = load_paths(parent.directory, shard)
             is_listed += [path in listed for path in paths]
@@ -253,7 +253,7 @@ def _listed(parent: _Parent, split: Split, found: set[str]) -> list[bool]:
 
 def _write_split(parent: _Parent, out: Path, name: str, chosen: Chosen) -> Split:
     split, shards, start = parent.manifest.splits[name], list[Shard](), 0
-    with progress(f"writing {name}", total=split.num_samples, unit="rows") as line:
+    with ProgressLine(f"writing {name}", total=split.num_samples, unit="rows") as line:
         for shard in split.shards:
             first, last = np.searchsorted(chosen.positions, (start, start + shard.num_samples))
             rows = chosen.positions[first:last] - start

@@ -26,7 +26,7 @@ from data_prep.errors import UserError
 from data_prep.index.config import IndexSettings
 from data_prep.manifest import PARTS
 from data_prep.pictures import COMPRESSED
-from data_prep.progress import progress
+from data_prep.progress import ProgressLine
 from data_prep.remote import Version
 
 MAX_SHARDS = 1_000_000
@@ -108,7 +108,7 @@ def versions_of(shards: list[StockShard], settings: IndexSettings) -> dict[str, 
     read."""
     with (
         ThreadPoolExecutor(NUM_QUESTIONS) as pool,
-        progress("looking for", total=len(shards), unit="shards") as line,
+        ProgressLine("looking for", total=len(shards), unit="shards") as line,
     ):
         found = {}
         try:

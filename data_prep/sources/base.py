@@ -20,7 +20,7 @@ from pydantic import Field
 
 from data_prep.archives.guard import changed_since
 from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
-from data_prep.progress import progress
+from data_prep.progress import ProgressLine
 from data_prep.settings import Settings
 
 UNLABELLED = -1
@@ -203,7 +203,7 @@ def _fingerprints(
     """Yield the inode of each path, and a digest of its size and its last bytes, or of all bytes.
     An unreadable file equals no other file: the build reports it later. Threads are not used,
     because on a local disk they take five times as long."""
-    with progress("comparing files", total=len(paths), unit="files") as line:
+    with ProgressLine("comparing files", total=len(paths), unit="files") as line:
         for path in paths:
             try:
                 with open(path, "rb", buffering=0) as file:

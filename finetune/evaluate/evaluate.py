@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from data_prep.manifest import DatasetError
-from data_prep.progress import progress
+from data_prep.progress import ProgressLine
 from finetune.evaluate.config import Evaluation
 from finetune.evaluate.report import report
 from finetune.evaluate.scoring import COLUMNS, Answers
@@ -107,7 +107,7 @@ def answer(
     unit = "images" if len(views) == 1 else "images x views"
     batches = batches_of(reader, title=None, local_batch_size=size, world=world, device=device)
     mean: _Mean | None = None
-    with progress("evaluating", total=total, unit=unit, enabled=world.is_first) as line:
+    with ProgressLine("evaluating", total=total, unit=unit, enabled=world.is_first) as line:
         for batch, images_BCHW in _views(batches, augmentation, views, world.num_cores):
             PROGRESS.touch()
             mean = mean or _Mean(batch.labels_B, moments)

@@ -25,7 +25,7 @@ from torch import Tensor
 from data_prep.images import MAX_PIXELS, ImageSpec, Rejection, convert, square
 from data_prep.manifest import accuracy, baselines
 from data_prep.pictures import Picture
-from data_prep.progress import ProgressLine, progress
+from data_prep.progress import ProgressLine
 from data_prep.publish import atomic_file, make_directory
 from data_prep.settings import printable
 from finetune.predict.command import Input, pictures_in
@@ -165,7 +165,7 @@ def predict(
             writers.append((path, schema, opened.enter_context(kind(file, schema))))
         for each, count in zip(inputs, counts, strict=True):
             title = f"{each.directory} {each.split}" if isinstance(each, Part) else str(each[0])
-            with progress(title, total=count, unit="images") as line:
+            with ProgressLine(title, total=count, unit="images") as line:
                 for reader, folder in _readers(each, predictor):
                     for rows in _rows(
                         reader,

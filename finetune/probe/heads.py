@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_prep.progress import progress
+from data_prep.progress import ProgressLine
 from finetune.probe.config import ProbeSettings
 from finetune.probe.rows import Rows
 from pretrain.data.order import Ids, hash64, permute
@@ -115,7 +115,7 @@ def train_heads(
     weights_EC = torch.zeros(rows.width, len(candidates) * num_classes, device=device)
     update = Update(weights_EC, settings, num_features=rows.num_features)
     total = num_epochs or max(each.epochs for each in candidates)
-    with progress("linear heads", total=total, unit="epochs") as line:
+    with ProgressLine("linear heads", total=total, unit="epochs") as line:
         for epoch in range(total):
             now, first = [candidates[number] for number in active], epoch * num_batches
             lr_TG = torch.tensor(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from data_prep.manifest import load_manifest
-from data_prep.progress import progress
+from data_prep.progress import ProgressLine
 from finetune.probe.config import KnnSettings
 from finetune.probe.features import FeatureMaker, Table
 from finetune.probe.rows import OnDevice
@@ -91,7 +91,9 @@ def accuracies(
     train_labels_T = train.labels_N.to(device)
     right = torch.zeros(len(counts), dtype=torch.float64, device=device)
     PROGRESS.mark("looking for neighbors")
-    with progress("neighbors", total=end - first, unit="images", enabled=world.is_first) as line:
+    with ProgressLine(
+        "neighbors", total=end - first, unit="images", enabled=world.is_first
+    ) as line:
         for start in range(first, end, num_queries):
             own = torch.arange(start, min(end, start + num_queries))
             (queries_QD,) = unit_rows([test.gather(own)], device=device)

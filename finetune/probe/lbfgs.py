@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from data_prep.progress import progress
+from data_prep.progress import ProgressLine
 from finetune.probe.heads import Candidate, as_columns, as_heads, errors_of, losses_of
 from finetune.probe.rows import Rows
 
@@ -112,7 +112,7 @@ def minimize(
     shape = (len(candidates), rows.width, num_classes)
     starts = torch.zeros(shape, dtype=torch.float64, device=rows.device)
     heads = [Minimizer(start, tolerance=tolerance) for start in starts]
-    with progress("linear heads (L-BFGS)", total=most, unit="passes") as line:
+    with ProgressLine("linear heads (L-BFGS)", total=most, unit="passes") as line:
         for _ in range(most):
             active = [number for number, head in enumerate(heads) if not head.is_done]
             if not active:

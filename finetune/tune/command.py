@@ -109,7 +109,7 @@ def _checked_data(settings: TuneSettings, card: ModelCard, *, num_ranks: int) ->
     data = load_training_data(training.data)
     if (judged := data.eval_part()) is not None:
         for part in data.parts:
-            if part.directory == judged.directory:
+            if part.manifest.content_hash == judged.manifest.content_hash:
                 check_apart(
                     judged.directory,
                     judged.manifest,

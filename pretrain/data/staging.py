@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from data_prep.progress import in_words, progress
+from data_prep.progress import ProgressLine, in_words
 from data_prep.remote import StoppedError
 from pretrain.data.datasets import TrainingData
 from pretrain.data.store import NUM_THREADS, File, ShardStore, StoreError, tar_of
@@ -95,7 +95,7 @@ def _copy(store: ShardStore, files: Sequence[File], stop: StopFlag) -> None:
     seen = store.num_written
     pending = {threads.submit(store.hold, file, waits_for_room=False) for file in absent}
     try:
-        with progress(f"staging {size} to {place}", total=len(absent), unit="files") as line:
+        with ProgressLine(f"staging {size} to {place}", total=len(absent), unit="files") as line:
             while pending:
                 done, pending = wait(pending, timeout=LOOK_S, return_when=FIRST_EXCEPTION)
                 for each in done:

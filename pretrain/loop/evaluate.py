@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from data_prep.manifest import DatasetError
-from data_prep.progress import progress
+from data_prep.progress import ProgressLine
 from pretrain.augment.augmentation import Augmentation
 from pretrain.augment.feed import on_device
 from pretrain.data.loader import Batch, evaluation_batches
@@ -62,7 +62,7 @@ def evaluate(
     hits_2K = sums.new_zeros(2, 0)  # correct and all images of each class
     real: RealLabels | None = None
     with (
-        progress(
+        ProgressLine(
             "evaluating", total=reader.num_samples, unit="images", enabled=world.is_first
         ) as line,
         evaluation_batches(

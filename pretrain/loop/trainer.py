@@ -21,7 +21,7 @@ import torch
 
 from data_prep.interrupts import keep
 from data_prep.manifest import accuracy
-from data_prep.progress import ProgressLine, progress
+from data_prep.progress import ProgressLine
 from pretrain.augment.augmentation import Augmentation, Prepared
 from pretrain.augment.feed import Fed, Feed, finish_for
 from pretrain.checkpoints.files import Best, TrainerState
@@ -133,7 +133,7 @@ class Trainer:
         self.saver.go_on(start)
         self.first_read.start()
         with (
-            progress(
+            ProgressLine(
                 self.run_dir.name,
                 total=self.num_steps,
                 unit="step",

@@ -540,6 +540,8 @@ def test_a_signal_reaches_the_command_which_may_save(checkout: Path) -> None:
         (2, "1,5", 1),  # the second name is invalid
         (2, "-1,0", 0),
         (8, "GPU-3af", 1),
+        (1, "MIG-a,MIG-b", 1),  # a process sees one part of a GPU
+        (0, "GPU-3af", 0),
     ],
 )
 def test_gpus_that_are_visible_are_counted(

@@ -200,7 +200,9 @@ def test_the_conclusion_about_the_gain(
         for init, is_scaled in (("default", False), ("spectral", True))
         for m, loss, effect in zip(widths[::-1], default[::-1], effects[::-1], strict=True)
     }
-    assert conclusion in "\n".join(claims("gain").gain(made_up(rows, "init", "width")))
+    printed = "\n".join(claims("gain").gain(made_up(rows, "init", "width")))
+    assert conclusion in printed
+    assert printed.count("not tested |") == 5 * (conclusion == "control fails")
 
 
 @pytest.mark.parametrize(

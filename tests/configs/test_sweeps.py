@@ -39,7 +39,7 @@ from tests.ranks import REPOSITORY
 
 FOLDER = REPOSITORY / "configs/plan"
 POINTS = REPOSITORY / "tests/analysis/points/demos.parquet"
-"""Results of `make demos`; the file's metadata has the commit."""
+"""Results of `make demos`; each row has the commit of its run."""
 OMEGA = {
     "mixer_fig4_width": 2**19,
     "mixer_figS1_left": 2**16,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from data_prep.progress import in_words, progress
+from data_prep.progress import ProgressLine, in_words
 
 
 class Clock:
@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_log_file_gets_counts_speed_and_time_left_every_ten_seconds(clock: Clock) -> None:
-    with progress("packing", total=4000, unit="images") as line:
+    with ProgressLine("packing", total=4000, unit="images") as line:
         for seconds, count, expected in (
             (5, 500, ""),
             (5, 500, "packing  1,000/4,000 images  100/s  a.tar  eta 30 s\n"),
@@ -44,7 +44,7 @@ def test_a_log_file_gets_counts_speed_and_time_left_every_ten_seconds(clock: Clo
 
 
 def test_work_that_had_begun_before_is_no_speed(clock: Clock) -> None:
-    with progress("training", total=1000, unit="images", start=500) as line:
+    with ProgressLine("training", total=1000, unit="images", start=500) as line:
         for expected in ("", "training  700/1,000 images  10/s  eta 30 s\n"):
             clock.now_s += 10
             line.advance(100)
@@ -55,21 +55,21 @@ def test_work_that_had_begun_before_is_no_speed(clock: Clock) -> None:
     ("seconds", "expected"), [(0.9, ""), (2.0, "packing  8/8 images  4/s  in 2 s\n")]
 )
 def test_long_work_leaves_a_line(clock: Clock, seconds: float, expected: str) -> None:
-    with progress("packing", total=8, unit="images") as line:
+    with ProgressLine("packing", total=8, unit="images") as line:
         clock.now_s += seconds
         line.advance(8)
     assert clock.printed() == expected
 
 
 def test_interrupted_work_leaves_no_line(clock: Clock) -> None:
-    with pytest.raises(KeyboardInterrupt), progress("packing", total=8, unit="images"):
+    with pytest.raises(KeyboardInterrupt), ProgressLine("packing", total=8, unit="images"):
         clock.now_s += 3
         raise KeyboardInterrupt
     assert clock.printed() == ""
 
 
 def test_the_first_step_is_not_part_of_the_speed(clock: Clock) -> None:
-    with progress("demo", total=100, unit="step") as line:
+    with ProgressLine("demo", total=100, unit="step") as line:
         clock.now_s += 20  # for example compilation
         line.advance()
         assert clock.printed() == "demo  step 1/100\n"
@@ -81,7 +81,7 @@ def test_the_first_step_is_not_part_of_the_speed(clock: Clock) -> None:
 
 def test_after_ten_minutes_a_log_file_gets_a_line_a_minute(clock: Clock) -> None:
     counts = []
-    with progress("packing", total=4000, unit="images") as line:
+    with ProgressLine("packing", total=4000, unit="images") as line:
         for _ in range(20):
             for _ in range(60):
                 clock.now_s += 1
@@ -91,11 +91,11 @@ def test_after_ten_minutes_a_log_file_gets_a_line_a_minute(clock: Clock) -> None
 
 
 def test_a_line_within_a_line_is_not_logged(clock: Clock) -> None:
-    with progress("packing", total=120, unit="images") as outer:
+    with ProgressLine("packing", total=120, unit="images") as outer:
         clock.now_s += 20
         outer.advance()
         clock.printed()
-        with progress("checking", total=5, unit="files") as inner:
+        with ProgressLine("checking", total=5, unit="files") as inner:
             for _ in range(5):
                 clock.now_s += 20
                 inner.advance()
@@ -123,7 +123,7 @@ def test_times_are_in_human_units(seconds: float, words: str) -> None:
 
 
 def test_a_disabled_line_counts_and_prints_nothing(clock: Clock) -> None:
-    with progress("packing", total=8, unit="images", enabled=False) as line:
+    with ProgressLine("packing", total=8, unit="images", enabled=False) as line:
         clock.now_s += 100
         line.advance(3)
         assert line.done == 3
@@ -142,12 +142,12 @@ def test_a_terminal_gets_a_bar_with_counts(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     clock = Clock(monkeypatch, capsys)
-    with progress("packing", total=4000, unit="images") as line:
+    with ProgressLine("packing", total=4000, unit="images") as line:
         line.advance(1)
         assert terminal.getvalue() == ""
         clock.now_s += 10
         line.advance(999, note="a.tar")
-        with progress("checking", total=5, unit="files") as inner:
+        with ProgressLine("checking", total=5, unit="files") as inner:
             inner.advance()
             line._display.refresh()
     assert "1,000/4,000 images  100/s  a.tar" in terminal.getvalue()
