@@ -15,7 +15,7 @@ from analysis.output import Result, draw_legend, mark
 from data_prep.errors import UserError
 from data_prep.images import decode
 from data_prep.images.lettering import legible
-from data_prep.manifest import Manifest, Shard, load_index, load_manifest
+from data_prep.manifest import Manifest, Shard, load_index
 from finetune.looks import looks
 from finetune.runs import CLASS_MEAN, NOT_STATED, TASKS, Run, runs_below
 
@@ -113,7 +113,7 @@ def draw(runs: Sequence[Run], rows: pd.DataFrame) -> Figure:
     )
     for strip, dataset in zip(strips[:, 0], datasets, strict=False):
         axes = strip.subplots()
-        axes.imshow(first_images(dataset, count=NUM_SAMPLES))
+        axes.imshow(first_images(dataset, known[dataset], count=NUM_SAMPLES))
         axes.set_axis_off()
         classes = len(known[dataset].classes)
         axes.set_title(f"{legible(dataset.name)}: {classes} classes", pad=2)
@@ -189,10 +189,9 @@ def first_shard(manifest: Manifest) -> Shard:
     return split.shards[0]
 
 
-def first_images(directory: Path, *, count: int) -> NDArray[np.uint8]:
+def first_images(directory: Path, manifest: Manifest, *, count: int) -> NDArray[np.uint8]:
     """Return the first images of the first training shard side by side, resized to the dataset's
     image size."""
-    manifest = load_manifest(directory)
     shard, size = first_shard(manifest), manifest.image_size
     images = []
     with open(directory / shard.file, "rb") as file:

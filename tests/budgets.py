@@ -22,10 +22,10 @@ CEILINGS = {
     "data_prep": 445_413,
     "pretrain": 636_746,
     "finetune": 230_361,
-    "analysis": 226_131,
+    "analysis": 226_117,
     "cluster": 131_211,
-    "benchmarks": 174_051,
-    "tests": 1_471_612,
+    "benchmarks": 174_176,
+    "tests": 1_471_634,
 }
 
 

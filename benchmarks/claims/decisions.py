@@ -30,6 +30,12 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     return float(np.mean(values)), float(ends.low), float(ends.high)
 
 
+def is_outside(values: Sequence[float], bound: float) -> bool:
+    """True if the 95 % t-interval of the mean is completely outside -bound to bound."""
+    _, low, high = interval(values)
+    return low > bound or high < -bound
+
+
 def with_ends(value: float, low: float, high: float, sign: str = "") -> str:
     return f"{value:{sign}.2f} [{low:{sign}.2f}, {high:{sign}.2f}]"
 

@@ -4,7 +4,7 @@ from claims.decisions import (
     conclude,
     decide,
     errors_and_rates,
-    interval,
+    is_outside,
     weak_arms,
     with_interval,
 )
@@ -22,8 +22,7 @@ def gain(results: pd.DataFrame) -> list[str]:
     effect_on_error = errors["spectral"] - errors["default"]
     weak = weak_arms(errors["default"]) & weak_arms(errors["spectral"])
     narrow, middle, _, wide, widest = widths = sorted(default)
-    _, low, high = interval(effect[narrow])
-    control_fails = low > 0.05 or high < -0.05
+    control_fails = is_outside(effect[narrow], 0.05)
     rise = default[widest] - default[middle]
     on_loss, on_error = (
         f"effect on the {name} at m = " for name in ("training loss", "test error")

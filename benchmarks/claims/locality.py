@@ -7,7 +7,7 @@ from claims.decisions import (
     decide,
     difference,
     errors_and_rates,
-    interval,
+    is_outside,
     titled,
     weak_arms,
     with_interval,
@@ -52,8 +52,7 @@ def lines_of(
             "Width does not help without locality.": outcomes["5"] == {"equal"},
         }
     )
-    ends = [interval(cost[name]) for name in controls]
-    if any(low > 1 or high < -1 for _, low, high in ends):
+    if any(is_outside(cost[name], 1) for name in controls):
         conclusion = "The control fails, so the rules are not tested."
     table = [
         [

@@ -160,7 +160,7 @@ def test_curves_of_unfinished_runs_are_drawn_to_their_end(runs: Path) -> None:
 
 
 def test_the_sheet_has_the_first_training_images_in_order(shapes: Path) -> None:
-    sheet = first_images(shapes, count=5)
+    sheet = first_images(shapes, load_manifest(shapes), count=5)
     assert sheet.shape == (16, 5 * 16, 3)
     index = np.load(shapes / "train-000000.npy")
     content = (shapes / "train-000000.tar").read_bytes()
