@@ -11,7 +11,7 @@ work that a loader repeats for each pass.
   jpeg     224 px, 4:2:0, quality 90, to uint8 batches of 256. Limit: decode the same bytes in memory
 The raw benchmark also prints the private memory (RssAnon) of our process before and after an epoch.
 benchmarks/gpu.py measures the input of GPUs. In `raw`, slow loaders read fewer images. In
-`recipe`, all loaders do. Failed and missing peers have no row.
+`recipe`, all loaders do.
 """
 
 import argparse

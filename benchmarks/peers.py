@@ -16,7 +16,7 @@ normalization for the batch, to float32.
                  (`FFCV, mixed by torch`, like the other peers).
   others         torchvision v2 on uint8 tensors in the workers; MixUp and normalization by torch on the batch, on all cores.
 For remote datasets, all contestants have the same cache size. MosaicML and litdata read the server
-as S3, webdataset reads URLs. MosaicML shuffles in blocks of 16,384 (three of its shards).
+as S3, webdataset reads URLs.
 Photographs: decode at full scale with cv2 (or PIL), central square, antialiased resize, write with
 labels, on all cores. Writers in the style of img2dataset make one tar per job.
 """
@@ -37,11 +37,10 @@ import cv2
 import numpy as np
 import simplejpeg
 import torch
-import torchvision
 from PIL import Image
 from serving import CACHE_GB, Answer, Passes, Task, serve
+from torchvision.transforms import v2
 
-assert torchvision  # imported before the clock starts
 MEAN, STD = (0.47, 0.45, 0.40), (0.26, 0.25, 0.28)
 SCALE, ALPHA = (0.4, 1.0), 0.8
 PER_TAR = 500
@@ -95,8 +94,6 @@ class ToTensor:
     """Transform of stored bytes or pixels to the tensor that a worker stacks."""
 
     def __init__(self, task: Task):
-        from torchvision.transforms import v2
-
         self.kind, self.size = task.kind, task.image_size
         self.augment = v2.Compose(
             [
@@ -247,6 +244,12 @@ class Mosaic(Streaming):
             pool.map(partial(write_mds, task, read), jobs)
         merge_index(str(out), keep_local=True)
 
+    def open(self, task: Task) -> Any:
+        opened = super().open(task)
+        for stream in opened[1].dataset.streams:
+            stream._downloader.clean_up()  # otherwise its forked workers share one connection
+        return opened
+
     def where(self, task: Task) -> dict[str, Any]:
         from streaming.base.util import clean_stale_shared_memory
 
@@ -315,14 +318,14 @@ class Folder(Peer):
     module = "torchvision.datasets"
 
     def open(self, task: Task) -> Any:
-        from torch.utils.data import DataLoader, Subset
         from torchvision.datasets import ImageFolder
 
         prepare = ToTensor(task)
         dataset = ImageFolder(task.files, loader=lambda path: prepare(Path(path).read_bytes()))
         numbers = {path: number for number, (path, _) in enumerate(dataset.samples)}
-        chosen = Subset(dataset, [numbers[path] for path, _ in task.items()])
-        return task, DataLoader(chosen, shuffle=True, drop_last=True, **workers(task))
+        chosen = torch.utils.data.Subset(dataset, [numbers[path] for path, _ in task.items()])
+        words = workers(task)
+        return task, torch.utils.data.DataLoader(chosen, shuffle=True, drop_last=True, **words)
 
 
 def write_tar(read: Read, job: tuple[str, list[Item]]) -> None:

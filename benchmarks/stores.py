@@ -43,7 +43,7 @@ BATCH_SIZE, SIZE = 1024, 64
 
 
 class Pass:
-    """Passes of one contestant, each in a new process with an empty cache."""
+    """Passes of one contestant."""
 
     def __init__(self, name: str, task: Task, *, pause_s: float = 0.0):
         self.name, self.task, self.pause_s = name, task, pause_s
