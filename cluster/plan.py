@@ -2,14 +2,11 @@
 Finished runs are skipped, so you can interrupt any run and repeat the command."""
 
 import argparse
-import os
 import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
-from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 
@@ -19,6 +16,7 @@ from cluster.work import Work, in_file
 from data_prep.exit_codes import FAILED, OK
 from data_prep.interrupts import INTERRUPTED, keep
 from pretrain.ranks.preemption import heeded_signals
+from pretrain.tracking.node import gpu_names
 
 
 def show(options: argparse.Namespace) -> int:
@@ -68,29 +66,11 @@ class Here:
             self._process.send_signal(number)
 
 
-def num_gpus() -> int:
-    """Return the number of GPUs that this process can use, without importing torch. CUDA ignores
-    all names in CUDA_VISIBLE_DEVICES from the first invalid name on."""
-    words, num_listed = ["nvidia-smi", "-L"], 0
-    with suppress(OSError):
-        found = subprocess.run(words, capture_output=True, text=True, check=False)
-        num_listed = found.stdout.count("GPU ")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return num_listed
-
-    def is_valid(name: str) -> bool:
-        is_listed = name.isdecimal() and int(name) < num_listed
-        return is_listed or name.startswith(("GPU-", "MIG-"))
-
-    return min(num_listed, len([*takewhile(is_valid, map(str.strip, visible.split(",")))]))
-
-
 def run(options: argparse.Namespace) -> int:
     """Run all members (single runs of the plan). If a member fails, the other members of its stage
     still run. Later stages do not run, because most read the results of earlier stages."""
     plan = load_checked(options.file, is_demo=options.demo)
-    ranks = options.ranks or num_gpus() or 1
+    ranks = options.ranks or len(gpu_names()) or 1
     if missing := plan.missing():
         raise in_file(plan.path, *missing)
     check_figure(plan)

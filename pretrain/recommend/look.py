@@ -1,6 +1,5 @@
 """Facts about the images, the dataset and the machine for `pretrain recommend`."""
 
-import os
 import shlex
 import statistics
 from contextlib import suppress
@@ -87,10 +86,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> "Machine":
-        visible, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), gpu_names()
-        if visible is not None:
-            gpus = gpus[: len([word for word in visible.split(",") if word.strip()])]
-        return cls(num_cores(), psutil.virtual_memory().total / 1e9, tuple(gpus))
+        return cls(num_cores(), psutil.virtual_memory().total / 1e9, tuple(gpu_names()))
 
     def __str__(self) -> str:
         cores = f"{self.num_cores} CPU core{'s' * (self.num_cores > 1)}"

@@ -5,7 +5,7 @@ tab.
     tracker.sample_system(sampler.sample)       # first rank's node: a thread, every 10 s
     report=node_report(world, run_dir)          # other nodes: sent with the heartbeats
 
-GPU metrics come from the driver, through NVML, without a CUDA context.
+GPU metrics come from NVML, without a CUDA context.
 """
 
 import os
@@ -25,13 +25,11 @@ import pynvml
 from pretrain.ranks.world import World
 
 EVERY_S = 10.0
-HIDDEN = ("", "-1", "NoDevFiles")
-"""Values of CUDA_VISIBLE_DEVICES without a GPU. SLURM sets NoDevFiles."""
 
 
 class NodeSampler:
-    """Sampler of one node. Network totals count from the start of the sampler. Network rates and
-    CPU use are averages since the previous sample."""
+    """Network totals count from the start of the sampler. Network rates and CPU use are averages
+    since the previous sample."""
 
     def __init__(self, run_dir: Path):
         self._run_dir, self._gpus = run_dir, open_gpus()
@@ -106,17 +104,20 @@ def _network() -> tuple[int, int]:
 
 
 def open_gpus() -> list[Any]:
-    """Return NVML's handles of the GPUs, or an empty list without a driver or a visible GPU."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in HIDDEN:
-        return []
-    try:
+    """Return NVML's handles of the GPUs that this process can use. CUDA ignores names in
+    CUDA_VISIBLE_DEVICES from the first invalid name on (-1, or SLURM's NoDevFiles)."""
+    handles = list[Any]()
+    with suppress(pynvml.NVMLError, ValueError):
         pynvml.nvmlInit()
-        return [
-            pynvml.nvmlDeviceGetHandleByIndex(number)
-            for number in range(pynvml.nvmlDeviceGetCount())
-        ]
-    except pynvml.NVMLError:
-        return []
+        count = pynvml.nvmlDeviceGetCount()
+        every = ",".join(map(str, range(count)))
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", every).replace(" ", "").split(",")
+        for name in names[:count]:  # CUDA uses one part (MIG) of a GPU
+            if name.startswith(("GPU-", "MIG-")):
+                handles.append(pynvml.nvmlDeviceGetHandleByUUID(name))
+            else:
+                handles.append(pynvml.nvmlDeviceGetHandleByIndex(int(name)))
+    return handles
 
 
 def gpu_names() -> list[str]:
@@ -139,8 +140,7 @@ def describe_hardware() -> str:
 
 
 def gpu_values(gpus: list[Any]) -> dict[str, float]:
-    """Return the metrics of the GPUs. Metrics that the driver lacks are skipped (a MIG instance has
-    no utilization)."""
+    """Return the metrics of the GPUs. Metrics that the driver lacks are skipped."""
     values = dict[str, float]()
     for number, gpu in enumerate(gpus):
         prefix = f"gpu_{number}_"

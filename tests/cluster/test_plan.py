@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cluster.cli import main
-from cluster.plan import Here, num_gpus
+from cluster.plan import Here
 from cluster.plan_file import compressed, load_checked, load_plan
 from cluster.queue_jobs import main as submit
 from cluster.submit import indices
@@ -526,38 +526,6 @@ def test_a_signal_reaches_the_command_which_may_save(checkout: Path) -> None:
     assert here.run(["saves"]) == 0 and here.received == [signal.SIGUSR2]
     assert here.run(["saves"]) == 130  # no further command starts
     assert (checkout / "saved").read_text() == "SIGUSR2"
-
-
-@pytest.mark.parametrize(
-    ("num_listed", "visible", "expected"),
-    [
-        (0, None, 0),
-        (2, None, 2),
-        (2, "0", 1),
-        (2, "1, 0", 2),
-        (2, "", 0),
-        (2, "-1", 0),
-        (2, "1,5", 1),  # the second name is invalid
-        (2, "-1,0", 0),
-        (8, "GPU-3af", 1),
-        (1, "MIG-a,MIG-b", 1),  # a process sees one part of a GPU
-        (0, "GPU-3af", 0),
-    ],
-)
-def test_gpus_that_are_visible_are_counted(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    num_listed: int,
-    visible: str | None,
-    expected: int,
-) -> None:
-    line = 'echo "GPU $n: NVIDIA H200 (UUID: GPU-$n)"'
-    stand_in(tmp_path, "nvidia-smi", f"for n in $(seq {num_listed}); do {line}; done")
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert num_gpus() == expected
 
 
 @pytest.mark.processes

@@ -217,6 +217,18 @@ def test_no_demo_variant_ends_near_chance() -> None:
     assert len(results) > 50 and near.empty, near[["plan", "run", "error"]].to_string()
 
 
+def test_headers_have_the_accuracies_of_the_demo_variants() -> None:
+    ends = read_results([POINTS]).sort_values("step").groupby(["plan", "task", "run"]).tail(1)
+    ends["name"] = ends.run.str.rpartition("/")[2].replace(
+        r"^(views-)?(tune-|probe-?)|-seed-\d+$", "", regex=True
+    )
+    for (plan, _, name), runs in ends.sort_values("run").groupby(["plan", "task", "name"]):
+        text = (FOLDER / f"{plan.removesuffix('_demo')}.yaml").read_text()
+        header = text.rpartition("# result ")[2].replace("\n#", " ")
+        values = " and ".join(f"{value:.1f}" for value in 100 - 100 * runs.error)
+        assert f"{name} {values}".strip() in " ".join(header.split()), (plan, name)
+
+
 @pytest.mark.processes
 def test_a_demo_runs_by_the_real_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A demo from nothing to its figure: two widths at both lengths, and a probe of each."""

@@ -57,17 +57,8 @@ def running(
     out: Path, *overrides: str, strike: Strike | None = None
 ) -> AbstractContextManager[subprocess.Popen[str]]:
     """Start a build of `SHAPES`."""
-    words = [
-        "build",
-        "--source",
-        "synthetic",
-        "--out",
-        str(out),
-        "num_workers=2",
-        *SHAPES,
-        *overrides,
-    ]
-    return started(*words, strike=strike)
+    words = ["build", "--source=synthetic", f"--out={out}", "num_workers=2", *SHAPES]
+    return started(*words, *overrides, strike=strike)
 
 
 def group_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -153,20 +144,8 @@ def test_a_killed_build_leaves_no_worker_and_ends_with_the_bytes_of_an_undisturb
         ) as process:
             assert process.wait(300) == -signal.SIGKILL
             wait_until(lambda process=process: group_of(process) == [])
-    assert (
-        main(
-            [
-                "build",
-                "--source",
-                "synthetic",
-                "--out",
-                str(tmp_path / "shapes"),
-                "num_workers=2",
-                *SHAPES,
-            ]
-        )
-        == 0
-    )
+    words = ["build", "--source=synthetic", f"--out={tmp_path}/shapes", "num_workers=2", *SHAPES]
+    assert main(words) == 0
     assert files_of(tmp_path) == files_of(undisturbed)
 
 

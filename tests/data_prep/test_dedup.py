@@ -279,19 +279,8 @@ def test_after_a_build_without_the_list_nothing_is_found(tmp_path: Path, source:
     }
     assert manifest.num_left_out == {"excluded": 3}
     assert dedup(clean, out=tmp_path / "none.jsonl") == []
-    assert (
-        main(
-            [
-                "subset",
-                str(directory),
-                "--out",
-                str(tmp_path / "some"),
-                "--exclude",
-                str(tmp_path / "list.jsonl"),
-            ]
-        )
-        == 0
-    )
+    words = [f"--out={tmp_path}/some", f"--exclude={tmp_path}/list.jsonl"]
+    assert main(["subset", str(directory), *words]) == 0
     assert dedup(tmp_path / "some", out=tmp_path / "none.jsonl") == []
 
 

@@ -79,21 +79,8 @@ def test_every_verb_and_a_training_read_a_url_as_the_directory_whatever_the_netw
     ):
         store.fail(kind, method="GET", path=name)
     assert set(every_verb(url, storage, tmp_path).values()) == {0}
-    assert (
-        main(
-            [
-                "subset",
-                url,
-                "--out",
-                str(tmp_path / "half"),
-                "--fraction",
-                "0.5",
-                "--storage",
-                storage,
-            ]
-        )
-        == 0
-    )
+    words = [f"--out={tmp_path}/half", "--fraction=0.5", f"--storage={storage}"]
+    assert main(["subset", url, *words]) == 0
     said = capsys.readouterr()
     assert f"{url}: 312 samples match the manifest" in said.out
     assert (

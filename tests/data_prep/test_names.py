@@ -103,21 +103,8 @@ def test_lists_of_classes_and_of_exclusions_find_them(tmp_path: Path, source: Pa
         == 0
     )
     list_file = tmp_path / "list.jsonl"
-    assert (
-        main(
-            [
-                "dedup",
-                str(tmp_path / "doubled"),
-                "--workers",
-                "1",
-                "--max-hamming",
-                "0",
-                "--out",
-                str(list_file),
-            ]
-        )
-        == 0
-    )
+    words = ["--workers=1", "--max-hamming=0", f"--out={list_file}"]
+    assert main(["dedup", str(tmp_path / "doubled"), *words]) == 0
     assert len(list_file.read_text().splitlines()) == 1
     assert build(source, tmp_path / "single", *CUT, f"exclude=[{list_file}]") == 0
     doubled, single = paths(tmp_path / "doubled"), paths(tmp_path / "single")

@@ -106,18 +106,5 @@ def test_only_a_png_is_written_and_only_over_a_png(
         refused(main(["preview", str(shapes), "--out", str(tmp_path / name)]), "out: ", name, words)
     assert files_of(tmp_path) == before
     for seed in ("0", "1"):
-        assert (
-            main(
-                [
-                    "preview",
-                    str(shapes),
-                    "--count",
-                    "2",
-                    "--seed",
-                    seed,
-                    "--out",
-                    str(tmp_path / "new.png"),
-                ]
-            )
-            == 0
-        )
+        words = ["--count=2", f"--seed={seed}", f"--out={tmp_path}/new.png"]
+        assert main(["preview", str(shapes), *words]) == 0

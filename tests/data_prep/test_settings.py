@@ -293,21 +293,8 @@ def test_show_prints_settings_that_build_the_same_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "data" / "shapes")
-    assert (
-        main(
-            [
-                "show",
-                "build",
-                "--source",
-                "synthetic",
-                "--out",
-                out,
-                "image_size=32",
-                "num_workers=3",
-            ]
-        )
-        == 0
-    )
+    words = ["--source=synthetic", f"--out={out}", "image_size=32", "num_workers=3"]
+    assert main(["show", "build", *words]) == 0
     shown = capsys.readouterr().out
     (tmp_path / "shown.yaml").write_text(shown)
     settings = load_settings(BuildSettings, path=tmp_path / "shown.yaml", overrides=[])

@@ -70,8 +70,8 @@ def task(source: Path, out: Path, which: str, *overrides: str) -> int:
 
 def plan(source: Path, out: Path, *overrides: str) -> None:
     words = [*words_of(source, out, "0/1"), "num_workers=1", *overrides]
-    at = words.index("--task")
-    assert main([*words[:at], "--plan", *words[at + 2 :]]) == 0
+    words[words.index("--task=0/1")] = "--plan"
+    assert main(words) == 0
 
 
 def merge(out: Path) -> int:
@@ -79,16 +79,7 @@ def merge(out: Path) -> int:
 
 
 def words_of(source: Path, out: Path, which: str) -> list[str]:
-    words = [
-        "build",
-        "--source",
-        "folder",
-        "--out",
-        str(out),
-        "--task",
-        which,
-        f"source.path={source}",
-    ]
+    words = ["build", "--source=folder", f"--out={out}", f"--task={which}", f"source.path={source}"]
     return [*words, "image_size=16", "source.val_fraction=0", *CUT]
 
 
@@ -368,16 +359,7 @@ def test_a_wrong_task_number_is_one_clear_line(
     tmp_path: Path, source: Path, refused: Refused
 ) -> None:
     for which in ("1", "2/2", "a/b", "-1/2", "1/0", "1/2/3", "/"):
-        words = [
-            "build",
-            "--source",
-            "folder",
-            "--out",
-            str(tmp_path / "out"),
-            f"source.path={source}",
-            f"--task={which}",
-        ]
-        refused(main(words), "--task", "[bad-syntax]")
+        refused(main(words_of(source, tmp_path / "out", which)), "--task", "[bad-syntax]")
     assert not (tmp_path / "out").exists()
 
 

@@ -333,16 +333,8 @@ def test_pixels_are_fed_as_the_card_says_and_other_squares_reported(
         write_folder(tmp_path / name, shapes, **facts) for name, facts in (("a", source), ("b", {}))
     )
     small = tmp_path / "small"
-    words = [
-        "build",
-        "--source",
-        "folder",
-        "--out",
-        str(small),
-        f"source.path={shapes}-images",
-        "image_size=8",
-    ]
-    assert data_prep([*words, "num_workers=1"]) == 0
+    words = ["build", "--source=folder", f"--out={small}", f"source.path={shapes}-images"]
+    assert data_prep([*words, "image_size=8", "num_workers=1"]) == 0
     reader = open_split(small, load_manifest(small), "val")
     doubled = (
         reader.images(np.arange(reader.num_samples))

@@ -93,21 +93,8 @@ def test_pictures_get_the_answers_of_the_shards_built_from_them(
     source, built = write_files(tmp_path / "source", pictures), tmp_path / "built"
     how = ["image_size=16" if size == 16 else "image_size=8", f"crop={facts['stored_crop']}"]
     how.append(f"interpolation={facts.get('stored_interpolation', 'bilinear')}")
-    assert (
-        data_prep(
-            [
-                "build",
-                "--source",
-                "folder",
-                "--out",
-                str(built),
-                f"source.path={source}",
-                "num_workers=1",
-                *how,
-            ]
-        )
-        == 0
-    )
+    words = ["--source=folder", f"--out={built}", f"source.path={source}", "num_workers=1"]
+    assert data_prep(["build", *words, *how]) == 0
     rows = {row["image"]: row for row in predict(tmp_path / "built.csv", weights, built)}
     assert len(rows) == len(pictures) == 16
     (tmp_path / "stock.tar").write_bytes(

@@ -231,20 +231,8 @@ def test_evaluation_of_a_probe_is_the_probes_own_number(
     card = Checkpoint.open(settings.run_dir).card
     assert card.classes == load_manifest(other_shapes).classes and card.dataset == "shapes-b"
     assert card.step == result["steps"] == 6 * 4 and card.run_key and card.stored_size == 16
-    assert (
-        main(
-            [
-                "predict",
-                settings.run_dir,
-                str(other_shapes),
-                "--split",
-                "val",
-                "--out",
-                f"{tmp_path}/p.parquet",
-            ]
-        )
-        == 0
-    )
+    words = ["--split=val", f"--out={tmp_path}/p.parquet"]
+    assert main(["predict", settings.run_dir, str(other_shapes), *words]) == 0
     answered = pq.read_table(tmp_path / "p.parquet").to_pydict()["class"]
     labels = open_split(other_shapes, load_manifest(other_shapes), "val").labels.tolist()
     right = np.mean(

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pynvml
 import pytest
 
 from pretrain.ranks.world import World
@@ -30,14 +31,40 @@ def test_a_run_directory_that_is_gone_costs_its_disk_alone(tmp_path: Path) -> No
     ]
 
 
-@pytest.mark.parametrize(("visible", "count"), [("0", 1), ("-1", 0), ("NoDevFiles", 0)])
-def test_a_hidden_gpu_is_not_counted(
-    visible: str, count: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("num_listed", "visible", "expected"),
+    [
+        (0, None, ""),
+        (2, None, "01"),
+        (2, "1", "1"),
+        (2, "1, 0", "10"),
+        (2, "", ""),
+        (2, "-1", ""),
+        (2, "NoDevFiles", ""),
+        (2, "1,5", "1"),
+        (2, "-1,0", ""),
+        (8, "GPU-3", "3"),
+        (1, "MIG-0,MIG-0", "0"),
+        (0, "GPU-3", ""),
+    ],
+)
+def test_only_gpus_that_cuda_can_use_are_counted(
+    monkeypatch: pytest.MonkeyPatch, num_listed: int, visible: str | None, expected: str
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    for name in ("Init", "DeviceGetCount", "DeviceGetHandleByIndex", "DeviceGetName"):
-        monkeypatch.setattr(f"pynvml.nvml{name}", lambda *_: 1)
-    assert len(gpu_names()) == count
+    def handle(number: int) -> int:
+        if number in range(num_listed):
+            return number
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+
+    monkeypatch.setattr("pynvml.nvmlInit", lambda: None)
+    monkeypatch.setattr("pynvml.nvmlDeviceGetCount", lambda: num_listed)
+    monkeypatch.setattr("pynvml.nvmlDeviceGetHandleByIndex", handle)
+    monkeypatch.setattr("pynvml.nvmlDeviceGetHandleByUUID", lambda uuid: handle(int(uuid[4:])))
+    monkeypatch.setattr("pynvml.nvmlDeviceGetName", str)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert "".join(gpu_names()) == expected
 
 
 def test_a_driver_or_a_disk_that_hangs_holds_up_no_beat(
