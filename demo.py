@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from pretrain.tracking.node import gpu_names
+from pretrain.tracking.node import usable_gpus
 
 RUNS = Path("runs/demo")
 SCRATCH_LR = {"mlp": "8e-4", "mixer": "5e-3"}
@@ -21,7 +21,7 @@ def stages() -> list[tuple[str, list[str], Path]]:
     """Return (title, command, file that marks it as finished) of each stage."""
     found: list[tuple[str, list[str], Path]] = []
     # two processes, or one if only one GPU is visible: NCCL needs a GPU for each process
-    ranks = ("--ranks", "1" if len(gpu_names()) == 1 else "2")
+    ranks = ("--ranks", "1" if len(usable_gpus()) == 1 else "2")
     for role in ("pretrain", "transfer"):
         command = ["data_prep", "build", f"configs/data_prep/demo_{role}.yaml"]
         found.append(

@@ -247,7 +247,7 @@ class Mosaic(Streaming):
     def open(self, task: Task) -> Any:
         opened = super().open(task)
         for stream in opened[1].dataset.streams:
-            stream._downloader.clean_up()  # otherwise its forked workers share one connection
+            stream._downloader.clean_up()  # otherwise forked workers share one connection
         return opened
 
     def where(self, task: Task) -> dict[str, Any]:

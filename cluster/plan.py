@@ -16,7 +16,7 @@ from cluster.work import Work, in_file
 from data_prep.exit_codes import FAILED, OK
 from data_prep.interrupts import INTERRUPTED, keep
 from pretrain.ranks.preemption import heeded_signals
-from pretrain.tracking.node import gpu_names
+from pretrain.tracking.node import usable_gpus
 
 
 def show(options: argparse.Namespace) -> int:
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     """Run all members (single runs of the plan). If a member fails, the other members of its stage
     still run. Later stages do not run, because most read the results of earlier stages."""
     plan = load_checked(options.file, is_demo=options.demo)
-    ranks = options.ranks or len(gpu_names()) or 1
+    ranks = options.ranks or len(usable_gpus()) or 1
     if missing := plan.missing():
         raise in_file(plan.path, *missing)
     check_figure(plan)

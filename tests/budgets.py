@@ -20,12 +20,12 @@ TARGETS = {
 }
 CEILINGS = {
     "data_prep": 445_413,
-    "pretrain": 636_746,
+    "pretrain": 637_027,
     "finetune": 230_361,
     "analysis": 226_117,
-    "cluster": 130_585,
-    "benchmarks": 174_175,
-    "tests": 1_471_621,
+    "cluster": 130_589,
+    "benchmarks": 174_172,
+    "tests": 1_471_996,
 }
 
 

@@ -120,3 +120,13 @@ def test_a_part_that_fails_has_a_verdict_and_no_figures(tmp_path: Path) -> None:
     ):
         found, said = gpu.run(gpu.Part("data", "a", 60, ("-c", code)), logs=tmp_path, limit_s=2)
         assert found == figures and verdict in said
+
+
+@pytest.mark.parametrize(("num_gpus", "ranks"), [(0, "2"), (1, "1"), (8, "2")])
+def test_the_demo_starts_two_ranks_except_on_one_gpu(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, ranks: str
+) -> None:
+    demo = module_of(REPOSITORY / "demo.py")
+    monkeypatch.setattr(demo, "usable_gpus", lambda: ["GPU"] * num_gpus)
+    trainings = [words for _, words, _ in demo.stages() if words[:2] == ["pretrain", "train"]]
+    assert trainings and all(words[-2:] == ["--ranks", ranks] for words in trainings)

@@ -15,7 +15,7 @@ from data_prep.local_copy import local_copy
 from data_prep.manifest import Manifest, load_manifest
 from data_prep.pictures import in_folder
 from data_prep.settings import num_cores
-from pretrain.tracking.node import gpu_names
+from pretrain.tracking.node import usable_gpus
 
 NUM_SAMPLED = 100
 
@@ -86,7 +86,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> "Machine":
-        return cls(num_cores(), psutil.virtual_memory().total / 1e9, tuple(gpu_names()))
+        return cls(num_cores(), psutil.virtual_memory().total / 1e9, tuple(usable_gpus()))
 
     def __str__(self) -> str:
         cores = f"{self.num_cores} CPU core{'s' * (self.num_cores > 1)}"

@@ -16,6 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ EVERY_S = 10.0
 
 
 class NodeSampler:
-    """Network totals count from the start of the sampler. Network rates and CPU use are averages
-    since the previous sample."""
+    """Sampler of one node. Network totals count from the start of the sampler. Network rates and
+    CPU use are averages since the previous sample."""
 
     def __init__(self, run_dir: Path):
         self._run_dir, self._gpus = run_dir, open_gpus()
@@ -104,28 +105,38 @@ def _network() -> tuple[int, int]:
 
 
 def open_gpus() -> list[Any]:
-    """Return NVML's handles of the GPUs that this process can use. CUDA ignores names in
-    CUDA_VISIBLE_DEVICES from the first invalid name on (-1, or SLURM's NoDevFiles)."""
-    handles = list[Any]()
-    with suppress(pynvml.NVMLError, ValueError):
+    """Return NVML's handles of the node's GPUs, or an empty list if this process can use none."""
+    try:
         pynvml.nvmlInit()
         count = pynvml.nvmlDeviceGetCount()
-        every = ",".join(map(str, range(count)))
-        names = os.environ.get("CUDA_VISIBLE_DEVICES", every).replace(" ", "").split(",")
-        for name in names[:count]:  # CUDA uses one part (MIG) of a GPU
-            if name.startswith(("GPU-", "MIG-")):
-                handles.append(pynvml.nvmlDeviceGetHandleByUUID(name))
-            else:
-                handles.append(pynvml.nvmlDeviceGetHandleByIndex(int(name)))
-    return handles
+        return [*map(pynvml.nvmlDeviceGetHandleByIndex, range(count))] if num_usable(count) else []
+    except pynvml.NVMLError:
+        return []
 
 
 def gpu_names() -> list[str]:
-    """Return the names of the GPUs, or an empty list if the driver has lost one."""
+    """Return the names of the node's GPUs, or an empty list if the driver has lost one."""
     try:
         return [pynvml.nvmlDeviceGetName(gpu) for gpu in open_gpus()]
     except pynvml.NVMLError:
         return []
+
+
+def usable_gpus() -> list[str]:
+    """Return a name for each GPU that this process can use."""
+    names = gpu_names()
+    return names[: num_usable(len(names))]
+
+
+def num_usable(num_gpus: int) -> int:
+    """Return how many of the node's GPUs this process can use. CUDA ignores CUDA_VISIBLE_DEVICES
+    from the first invalid name on (-1, or SLURM's NoDevFiles)."""
+    indices = [*map(str, range(num_gpus))]
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(indices)).split(",")
+    valid = takewhile(
+        lambda name: name in indices or name.startswith(("GPU-", "MIG-")), map(str.strip, names)
+    )
+    return min(num_gpus, len([*valid]))
 
 
 def cpu_name() -> str:
@@ -140,7 +151,8 @@ def describe_hardware() -> str:
 
 
 def gpu_values(gpus: list[Any]) -> dict[str, float]:
-    """Return the metrics of the GPUs. Metrics that the driver lacks are skipped."""
+    """Return the metrics of the GPUs. Metrics that the driver lacks are skipped (a MIG instance has
+    no utilization)."""
     values = dict[str, float]()
     for number, gpu in enumerate(gpus):
         prefix = f"gpu_{number}_"

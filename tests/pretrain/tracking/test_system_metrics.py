@@ -6,11 +6,10 @@ import time
 from pathlib import Path
 
 import psutil
-import pynvml
 import pytest
 
 from pretrain.ranks.world import World
-from pretrain.tracking.node import NodeSampler, gpu_names, node_report
+from pretrain.tracking.node import NodeSampler, gpu_names, node_report, usable_gpus
 
 
 def test_a_sample_of_this_node_bears_mlflows_names(tmp_path: Path) -> None:
@@ -34,37 +33,32 @@ def test_a_run_directory_that_is_gone_costs_its_disk_alone(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("num_listed", "visible", "expected"),
     [
-        (0, None, ""),
-        (2, None, "01"),
-        (2, "1", "1"),
-        (2, "1, 0", "10"),
-        (2, "", ""),
-        (2, "-1", ""),
-        (2, "NoDevFiles", ""),
-        (2, "1,5", "1"),
-        (2, "-1,0", ""),
-        (8, "GPU-3", "3"),
-        (1, "MIG-0,MIG-0", "0"),
-        (0, "GPU-3", ""),
+        (0, None, 0),
+        (2, None, 2),
+        (2, "0", 1),
+        (2, "1, 0", 2),
+        (2, "", 0),
+        (2, "-1", 0),
+        (2, "NoDevFiles", 0),
+        (2, "1,5", 1),  # the second name is invalid
+        (2, "-1,0", 0),
+        (8, "GPU-3af", 1),
+        (1, "MIG-a,MIG-b", 1),  # a process sees one part of a GPU
+        (0, "GPU-3af", 0),
     ],
 )
-def test_only_gpus_that_cuda_can_use_are_counted(
-    monkeypatch: pytest.MonkeyPatch, num_listed: int, visible: str | None, expected: str
+def test_gpus_that_a_process_can_use_are_counted(
+    monkeypatch: pytest.MonkeyPatch, num_listed: int, visible: str | None, expected: int
 ) -> None:
-    def handle(number: int) -> int:
-        if number in range(num_listed):
-            return number
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-
     monkeypatch.setattr("pynvml.nvmlInit", lambda: None)
     monkeypatch.setattr("pynvml.nvmlDeviceGetCount", lambda: num_listed)
-    monkeypatch.setattr("pynvml.nvmlDeviceGetHandleByIndex", handle)
-    monkeypatch.setattr("pynvml.nvmlDeviceGetHandleByUUID", lambda uuid: handle(int(uuid[4:])))
-    monkeypatch.setattr("pynvml.nvmlDeviceGetName", str)
+    for name in ("HandleByIndex", "Name"):
+        monkeypatch.setattr(f"pynvml.nvmlDeviceGet{name}", str)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert "".join(gpu_names()) == expected
+    assert len(usable_gpus()) == expected
+    assert len(gpu_names()) == (num_listed if expected else 0)
 
 
 def test_a_driver_or_a_disk_that_hangs_holds_up_no_beat(
