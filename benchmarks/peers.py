@@ -39,6 +39,7 @@ import simplejpeg
 import torch
 from PIL import Image
 from serving import CACHE_GB, Answer, Passes, Task, serve
+from torch.utils.data import DataLoader, Subset
 from torchvision.transforms import v2
 
 MEAN, STD = (0.47, 0.45, 0.40), (0.26, 0.25, 0.28)
@@ -323,9 +324,8 @@ class Folder(Peer):
         prepare = ToTensor(task)
         dataset = ImageFolder(task.files, loader=lambda path: prepare(Path(path).read_bytes()))
         numbers = {path: number for number, (path, _) in enumerate(dataset.samples)}
-        chosen = torch.utils.data.Subset(dataset, [numbers[path] for path, _ in task.items()])
-        words = workers(task)
-        return task, torch.utils.data.DataLoader(chosen, shuffle=True, drop_last=True, **words)
+        chosen = Subset(dataset, [numbers[path] for path, _ in task.items()])
+        return task, DataLoader(chosen, shuffle=True, drop_last=True, **workers(task))
 
 
 def write_tar(read: Read, job: tuple[str, list[Item]]) -> None:

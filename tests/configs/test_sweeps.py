@@ -224,10 +224,10 @@ def test_headers_have_the_accuracies_of_the_demo_variants() -> None:
     )
     for (plan, _, name), runs in ends.sort_values("run").groupby(["plan", "task", "name"]):
         text = (FOLDER / f"{plan.removesuffix('_demo')}.yaml").read_text()
-        header = " ".join(text.rpartition("# result ")[2].partition("\ndemo:")[0].split("\n#"))
+        header = text.rpartition("# result ")[2].partition("\ndemo:")[0].replace("\n#", "")
         values = " and ".join(f"{value:.1f}" for value in 100 - 100 * runs.error)
         entry = re.escape(f"{name} {values}".strip())
-        assert re.search(rf"[:,] {entry}(,| %)", re.sub(" +", " ", header)), (plan, name)
+        assert re.search(rf"[:,] {entry}(,| %)", " ".join(header.split())), (plan, name)
 
 
 @pytest.mark.processes

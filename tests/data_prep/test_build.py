@@ -53,12 +53,15 @@ SHAPES = [
 """A build that draws 276 images and writes 18 shards, long enough to be interrupted."""
 
 
+def words_of(out: Path, *overrides: str) -> list[str]:
+    return ["build", "--source=synthetic", f"--out={out}", *SHAPES, *overrides]
+
+
 def running(
     out: Path, *overrides: str, strike: Strike | None = None
 ) -> AbstractContextManager[subprocess.Popen[str]]:
     """Start a build of `SHAPES`."""
-    words = ["build", "--source=synthetic", f"--out={out}", "num_workers=2", *SHAPES]
-    return started(*words, *overrides, strike=strike)
+    return started(*words_of(out, "num_workers=2", *overrides), strike=strike)
 
 
 def group_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -96,9 +99,7 @@ def interrupt_before_the_manifest(source: Path, out: Path, monkeypatch: pytest.M
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder with the dataset and the images of a build of `SHAPES` by one worker."""
     out = tmp_path_factory.mktemp("undisturbed") / "shapes"
-    assert (
-        main(["build", "--source", "synthetic", "--out", str(out), "num_workers=1", *SHAPES]) == 0
-    )
+    assert main(words_of(out, "num_workers=1")) == 0
     return out.parent
 
 
@@ -144,8 +145,7 @@ def test_a_killed_build_leaves_no_worker_and_ends_with_the_bytes_of_an_undisturb
         ) as process:
             assert process.wait(300) == -signal.SIGKILL
             wait_until(lambda process=process: group_of(process) == [])
-    words = ["build", "--source=synthetic", f"--out={tmp_path}/shapes", "num_workers=2", *SHAPES]
-    assert main(words) == 0
+    assert main(words_of(tmp_path / "shapes", "num_workers=2")) == 0
     assert files_of(tmp_path) == files_of(undisturbed)
 
 
@@ -197,7 +197,7 @@ def test_a_second_builder_is_refused_while_the_first_is_at_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "shapes"
-    words = ["build", "--source", "synthetic", "--out", str(out), *SHAPES]
+    words = words_of(out)
     with held_at_work(tmp_path / "held", *words):
         assert main(words) == 75
     assert printed_errors(capsys.readouterr().err) == [(str(out), "busy")]
